@@ -1,0 +1,1 @@
+"""Key/value caches for decoding: the whole history (``full``) or a compact memory (``compact``), one contract."""

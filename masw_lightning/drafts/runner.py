@@ -1,0 +1,133 @@
+"""A Hugging Face model with one of our caches: prefill a prompt, read a few tokens, take some back.
+
+``FullRunner`` keeps every token (targets, full-KV drafts); ``MemoryRunner`` keeps a compact memory (windows, MASW).
+Logits are computed for the positions asked for only. Knows no policy, no loop and no tokenizer.
+Shapes: B batch, n prompt tokens, T new tokens, P slots written in a forward, h hidden size, V vocab.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from masw_lightning.adapter.inject import MemoryDraft, window_hidden_states
+from masw_lightning.adapter.mirror import SlotRows
+from masw_lightning.attention.interface import output_logits, run_backbone
+from masw_lightning.cache.base import KVShape
+from masw_lightning.cache.compact import CompactCache
+from masw_lightning.cache.full import FullCache
+from masw_lightning.layout import MemoryLayout
+
+
+class FullRunner:
+    """A model on a full cache of ``capacity`` tokens per row. As a target it keeps its own sliding-window layers."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, capacity: int) -> None:
+        self.model = model
+        self.cache = FullCache(KVShape.of(model), batch, capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated for keys and values."""
+        return self.cache.nbytes
+
+    def prefill(self, input_ids: Tensor) -> Tensor:
+        """Read a prompt ``[B,n]``; the last position's hidden state ``[B,h]``."""
+        return self.hidden(input_ids)[:, -1]
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; hidden states ``[B,T,h]`` after the final norm."""
+        positions = self.cache.begin(tokens.shape[1]).to(tokens.device)
+        embeds = self.model.get_input_embeddings()(tokens)
+        hidden = run_backbone(self.model, embeds, positions, self.cache)
+        self.cache.end()
+        return hidden
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; logits ``[B,T,V]``."""
+        return output_logits(self.model, self.hidden(tokens))
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; logits ``[B,V]`` after the last."""
+        return output_logits(self.model, self.hidden(tokens)[:, -1])
+
+    def rollback(self, tokens: int | Tensor) -> None:
+        """Forget the newest tokens, one number or one per row."""
+        self.cache.rollback(tokens)
+
+
+class _Step:
+    """The attention of one decoding forward through a compact cache."""
+
+    def __init__(self, cache: CompactCache, rows: SlotRows, owner: object) -> None:
+        self.cache, self.rows, self.owner = cache, rows, owner
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None
+    ) -> Tensor:
+        """See ``AttentionMemory``. The layout replaces a backbone's own sliding window."""
+        if self.rows.written is not None:
+            k = torch.cat((k, cast(Tensor, self.rows.slot_k)), 2)
+            v = torch.cat((v, cast(Tensor, self.rows.slot_v)), 2)
+        return self.cache.attend(int(module.layer_idx), q, k, v, scale)  # type: ignore[arg-type]
+
+
+class MemoryRunner:
+    """A model on a compact memory.
+
+    Args:
+        source: a ``MemoryDraft``, or any model for a memory without slots.
+        layout: of that memory; taken from a ``MemoryDraft`` when ``None``.
+        max_tokens: longest text of a row.
+    """
+
+    def __init__(
+        self, source: MemoryDraft | PreTrainedModel, layout: MemoryLayout | None, batch: int, max_tokens: int
+    ) -> None:
+        self.memory = source if isinstance(source, MemoryDraft) else None
+        self.model = source.model if isinstance(source, MemoryDraft) else source
+        writer = source.writer if isinstance(source, MemoryDraft) else "slot"
+        chosen = source.layout if isinstance(source, MemoryDraft) else layout
+        assert chosen is not None
+        self.cache = CompactCache(chosen, writer, KVShape.of(self.model), batch, max_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated for keys and values."""
+        return self.cache.nbytes
+
+    def prefill(self, input_ids: Tensor) -> Tensor:
+        """Read a prompt ``[B,n]``; the last position's hidden state ``[B,h]``."""
+        if self.memory is None:
+            return window_hidden_states(self.model, input_ids, self.cache.layout, self.cache)[:, -1]
+        return self.memory.hidden_states(input_ids, self.cache)[:, -1]
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``, writing the slots they complete; hidden states ``[B,T,h]``."""
+        b, t = tokens.shape
+        positions, slots, completing = (x.to(tokens.device) for x in self.cache.begin(t))
+        embeds = self.model.get_input_embeddings()(tokens)
+        rows = SlotRows(t)
+        if self.memory is not None and slots.shape[1]:
+            rows.slots = slots.shape[1]
+            if self.memory.writer == "slot":
+                embeds = torch.cat((embeds, self.memory.slot_rows(b, slots.shape[1], embeds)), 1)
+                positions = torch.cat((positions, self.cache.layout.boundary(slots)), 1)
+            else:
+                rows.written = completing
+        hidden = run_backbone(self.model, embeds, positions, _Step(self.cache, rows, self.memory))
+        self.cache.end()
+        return hidden[:, :t]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; logits ``[B,T,V]``."""
+        return output_logits(self.model, self.hidden(tokens))
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; logits ``[B,V]`` after the last."""
+        return output_logits(self.model, self.hidden(tokens)[:, -1])
+
+    def rollback(self, tokens: int | Tensor) -> None:
+        """Forget the newest tokens, one number or one per row."""
+        self.cache.rollback(tokens)
