@@ -1,0 +1,1 @@
+"""Lightning callbacks of masw_lightning: prediction, reports, progress, export. They import it, never the reverse."""
