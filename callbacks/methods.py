@@ -23,7 +23,7 @@ from masw_lightning.drafts.masw import MemorySlotDraft
 from masw_lightning.drafts.sliding_window import SlidingWindowDraft
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
-from masw_lightning.modules.identity import read_adapter
+from masw_lightning.modules.identity import check_is_memory, read_adapter
 
 
 @dataclass
@@ -216,6 +216,7 @@ class Masw(Method):
 def attach_checkpoint(model: PreTrainedModel, path: str) -> MemoryDraft:
     """See `Models.attach`."""
     state, record = read_adapter(path)
+    check_is_memory(record, path)
     check_base(model, record["base"], path)
     memory = attach_memory(model, MemoryLayout(**record["layout"]), record["writer"], tuple(record["mirror"]))
     try:
@@ -229,8 +230,12 @@ def attach_checkpoint(model: PreTrainedModel, path: str) -> MemoryDraft:
 
 def weights_fingerprint(memory: MemoryDraft) -> str:
     """A short hash of the memory's own tensors."""
-    tensors = sorted(memory.adapter_state_dict().items())
-    flat = (tensor.detach().cpu().contiguous().reshape(-1) for _, tensor in tensors)
+    return state_fingerprint(memory.adapter_state_dict())
+
+
+def state_fingerprint(state: dict[str, torch.Tensor]) -> str:
+    """A short hash of named tensors."""
+    flat = (tensor.detach().cpu().contiguous().reshape(-1) for _, tensor in sorted(state.items()))
     return fingerprint(*(row.view(torch.uint8).numpy().tobytes() for row in flat))
 
 

@@ -210,7 +210,7 @@ class SpeculativeDecoding(L.Callback):
         for contender in cold:
             self._trial.warm_up(prompt, contender, self.warmup_tokens)
             self._warm.add(contender.name)
-        prefix = self._trial.prefill(prompt)
+        prefix = self._trial.prefill(prompt, missing)
         for contender in missing:
             self._alarms.before(contender, prompt.input_ids.shape[1])
             reference = self._done.get((prompt.id, REFERENCE))

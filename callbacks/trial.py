@@ -81,11 +81,16 @@ class Trial:
     decoding: Decoding
     rouge: bool = True
 
-    def prefill(self, prompt: Prompt) -> PrefilledTarget | None:
-        """The target's prefill, to be shared by this prompt's methods; None if each is to do its own."""
+    def prefill(self, prompt: Prompt, contenders: Sequence[Contender] = ()) -> PrefilledTarget | None:
+        """The target's prefill, to be shared by this prompt's methods; None if each is to do its own.
+
+        Hidden states that a draft of the `contenders` reads are kept with it.
+        """
         if not self.decoding.share_target_prefill:
             return None
-        return prefill_target(self.target, prompt.input_ids, prompt.max_new_tokens, self.decoding.num_draft_tokens)
+        layers = {layer for c in contenders if c.policy is not None for layer in c.policy.target_layers}
+        k = self.decoding.num_draft_tokens
+        return prefill_target(self.target, prompt.input_ids, prompt.max_new_tokens, k, tuple(sorted(layers)))
 
     def decode(self, prompt: Prompt, contender: Contender, prefix: PrefilledTarget | None) -> Decoded:
         """New tokens of `prompt` by one method."""

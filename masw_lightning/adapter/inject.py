@@ -44,11 +44,19 @@ class TeacherForcedMemory:
         n = self.plan.n
         slot_k, slot_v = k[:, :, n:], v[:, :, n:]
         if self.rows.slots and self.rows.written is not None:
-            slot_k, slot_v = cast(Tensor, self.rows.slot_k), cast(Tensor, self.rows.slot_v)
+            slot_k, slot_v = written_slots(self.rows, k, v)
         k, v = k[:, :, :n], v[:, :, :n]
         if self.cache is not None:
             self.cache.fill(int(module.layer_idx), k, v, slot_k, slot_v)  # type: ignore[arg-type]
         return structured_attention(self.plan, q, k, v, slot_k, slot_v, scale)
+
+
+def written_slots(rows: SlotRows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[B,G,P,D]`` of the slots that raw rows write: by mirrors, or else those rows' own ``k, v``."""
+    if rows.slot_k is not None:
+        return rows.slot_k, cast(Tensor, rows.slot_v)
+    index = cast(Tensor, rows.written).expand(k.shape[0], -1)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
+    return k.gather(2, index), v.gather(2, index)
 
 
 def check_ids(input_ids: Tensor) -> None:
@@ -99,8 +107,13 @@ class MemoryDraft(nn.Module):
         """Teacher-forced logits through the memory: ``[B,n] -> .logits [B,n,V]``, raw positions only, ``n >= 1``."""
         return CausalLMOutput(logits=self.logits(self.hidden_states(input_ids)))
 
-    def hidden_states(self, input_ids: Tensor, cache: CompactCache | None = None) -> Tensor:
-        """``[B,n] -> [B,n,h]`` after the final norm, raw positions only. With ``cache``, a prefill that fills it."""
+    def hidden_states(
+        self, input_ids: Tensor, cache: CompactCache | None = None, model: PreTrainedModel | None = None
+    ) -> Tensor:
+        """``[B,n] -> [B,n,h]`` after the final norm, raw positions only. With ``cache``, a prefill that fills it.
+
+        ``model``: a view of the backbone to run instead (``first_layers``).
+        """
         check_ids(input_ids)
         if not self._handles:
             raise UserError("this memory was detached from its backbone: attach or load it again.")
@@ -117,7 +130,7 @@ class MemoryDraft(nn.Module):
             positions = torch.cat((positions, slots))
         plan = make_plan(self.layout, self.writer, n, embeds.dtype, device)
         memory = TeacherForcedMemory(plan, rows, self, cache)
-        hidden = run_backbone(self.model, embeds, positions[None], memory)[:, :n]
+        hidden = run_backbone(model or self.model, embeds, positions[None], memory)[:, :n]
         if cache is not None:
             cache.filled(n)
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -198,12 +211,18 @@ class MemoryDraft(nn.Module):
 def window_hidden_states(
     model: PreTrainedModel, input_ids: Tensor, layout: MemoryLayout, cache: CompactCache | None = None
 ) -> Tensor:
-    """``[B,n] -> [B,n,h]`` of any model through sinks and window alone (``layout.ratio`` is ``None``)."""
+    """``[B,n] -> [B,n,h]`` of any model, without an adapter, through sinks, window and every ``r``-th older raw entry.
+
+    ``layout.ratio=None``: through sinks and window alone.
+    """
     check_ids(input_ids)
     embeds = model.get_input_embeddings()(input_ids)
     n = input_ids.shape[1]
-    plan = make_plan(layout, "slot", n, embeds.dtype, embeds.device)
-    memory = TeacherForcedMemory(plan, SlotRows(n), None, cache)
+    rows = SlotRows(n, layout.num_slots(n))
+    if rows.slots:
+        rows.written = torch.tensor(layout.slot_positions(n, "token"), device=embeds.device)
+    plan = make_plan(layout, "token", n, embeds.dtype, embeds.device)
+    memory = TeacherForcedMemory(plan, rows, None, cache)
     hidden = run_backbone(model, embeds, torch.arange(n, device=input_ids.device)[None], memory)
     if cache is not None:
         cache.filled(n)

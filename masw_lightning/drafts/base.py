@@ -56,6 +56,7 @@ class DraftSession(Protocol):
 class DraftPolicy(Protocol):
     """A way of drafting."""
 
+    # Hidden states of the target to hand over: ``i`` enters decoder layer ``i``, ``N`` leaves the final norm; (): none.
     target_layers: tuple[int, ...]
 
     def open(self, batch: int, prompt_tokens: int, max_tokens: int, k: int) -> DraftSession:

@@ -1,4 +1,4 @@
-"""Training of draft heads: what is learned, logged, saved, resumed, refused; and that learning it makes drafts accepted."""
+"""Training of draft heads: what is learned, logged, saved, resumed, refused; and that a trained head is accepted."""
 
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from masw_lightning.modules import (
     ValidationConfig,
 )
 from masw_lightning.modules.attached_head import Entries
+from masw_lightning.modules.chunked_sum import chunked_sum
 from masw_lightning.modules.draft_vocabulary import frequent_tokens
 from masw_lightning.modules.head_validation import chain_iterations
 
@@ -117,7 +118,7 @@ def trained(request: pytest.FixtureRequest, learned: Backbone, tmp_path_factory:
     return built, run, path
 
 
-# ---- it works ----------------------------------------------------------------------------------------------------------
+# ---- it works -------------------------------------------------------------------------------------------------------
 def test_a_trained_head_is_accepted(trained: Any, learned: Backbone, tmp_path: Path) -> None:
     """Far above an untrained one: most tokens of a chain of four."""
     built, _, _ = trained
@@ -155,7 +156,7 @@ def test_chains_are_counted_like_decoding() -> None:
     assert chain_iterations(hits, 11) == (0, 0)
 
 
-# ---- the objectives --------------------------------------------------------------------------------------------------------
+# ---- the objectives -------------------------------------------------------------------------------------------------
 def test_eagles_objective() -> None:
     built = module(EagleTraining, feature_weight=0.7, token_weight=0.3, loss_chunk=5)
     built.configure_model()
@@ -206,6 +207,43 @@ def test_eagle3s_objective() -> None:
     assert 0 < sum(bool(head.t2d[c]) for c in choices) < len(choices)
 
 
+def test_chunks_change_neither_value_nor_gradient() -> None:
+    torch.manual_seed(0)
+    weight, rows = torch.nn.Parameter(torch.randn(9, 4)), torch.randn(10, 4, requires_grad=True)
+    labels = torch.randint(0, 9, (10,))
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x @ weight.T, y, reduction="sum")
+
+    direct = loss(rows, labels)
+    expected = torch.autograd.grad(direct * 0.5, [rows, weight])
+    for chunk in (1, 3, 10, 99):
+        total = chunked_sum(loss, chunk, [weight], rows, labels)
+        torch.testing.assert_close(total, direct)
+        for a, b in zip(torch.autograd.grad(total * 0.5, [rows, weight]), expected, strict=True):
+            torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_sum(loss, 3, [weight], rows, labels), direct)
+    assert chunked_sum(loss, 3, [weight], rows[:0], labels[:0]) == 0
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_the_objectives_gradient_reaches_every_parameter(cls: type[HeadModule]) -> None:
+    """The same gradients when everything is one graph."""
+    grads = []
+    for chunk in (11, 10**6):
+        built = module(cls, loss_chunk=chunk)
+        built.configure_model()
+        if isinstance(built, Eagle3Training):
+            built.draft.head.choose_vocabulary(torch.arange(40))
+        rows = [Text()[i] for i in range(2)]
+        ids, labels = torch.stack([r["input_ids"] for r in rows]), torch.stack([r["labels"] for r in rows])
+        total, _ = built.objective_sum(built.draft.read(ids), labels)
+        grads.append(torch.autograd.grad(total, built.draft.adapter_parameters()))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 def test_noise_is_uniform_and_shrinks_with_length() -> None:
     built = module(EagleTraining, noise=0.2)
     zeros = Entries(torch.zeros(1, 255, 64), torch.zeros(1, 255, 64), torch.zeros(1, 256, 64))
@@ -239,7 +277,7 @@ def test_bfloat16_targets_have_float32_heads(tmp_path: Path) -> None:
         assert bool(torch.isfinite(run.callback_metrics["val/loss"]))
 
 
-# ---- draft vocabulary --------------------------------------------------------------------------------------------------------
+# ---- draft vocabulary -----------------------------------------------------------------------------------------------
 def test_the_most_frequent_supervised_tokens() -> None:
     rows = [{"input_ids": torch.tensor([5, 5, 5, 7, 2]), "labels": torch.tensor([-100, 5, 5, 7, 2])}] * 3
     assert frequent_tokens(rows, 2, 1, 9).tolist() == [5]
@@ -267,7 +305,7 @@ def test_vocabularies_from_data_from_a_file_and_refused(tmp_path: Path) -> None:
         trainer(tmp_path).validate(module(Eagle3Training), loader(rows=2), verbose=False)
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 def test_a_checkpoint_and_an_export_hold_the_head(trained: Any, learned: Backbone) -> None:
     built, _, path = trained
     checkpoint = torch.load(path / "head.ckpt", weights_only=True)
@@ -337,7 +375,7 @@ def test_what_does_not_belong_is_refused(trained: Any, learned: Backbone, tmp_pa
             module(type(built), init_from=str(path / name)).configure_model()
     with pytest.raises(UserError, match=f"written by {type(built).__name__}, and {other.__name__} cannot resume"):
         trainer(tmp_path).fit(module(other, learned), loader(), ckpt_path=path / "head.ckpt")
-    with pytest.raises(UserError, match="draft head of kind .* and no memory"):
+    with pytest.raises(UserError, match=r"draft head of kind .* and no memory"):
         AdapterPretraining(learned, init_from=str(path / "head.ckpt")).configure_model()
     memory = AdapterPretraining(TINY)
     run = trainer(tmp_path, 1)
