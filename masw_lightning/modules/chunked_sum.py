@@ -14,9 +14,7 @@ from torch import Tensor
 from masw_lightning.modules.losses import chunks
 
 
-def chunked_sum(
-    loss: Callable[..., Tensor], chunk: int, parameters: Sequence[Tensor], *tensors: Tensor
-) -> Tensor:
+def chunked_sum(loss: Callable[..., Tensor], chunk: int, parameters: Sequence[Tensor], *tensors: Tensor) -> Tensor:
     """``loss(*rows)`` of chunks of ``tensors [N,...]``, summed.
 
     Args:
@@ -34,9 +32,7 @@ def chunked_sum(
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, loss: Callable[..., Tensor], chunk: int, parameters: list[Tensor], *inputs: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, loss: Callable[..., Tensor], chunk: int, parameters: list[Tensor], *inputs: Tensor) -> Tensor:
         tensors = inputs[: len(inputs) - len(parameters)]
         needs = ctx.needs_input_grad[3 : 3 + len(tensors)]
         total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
