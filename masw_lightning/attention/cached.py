@@ -1,24 +1,51 @@
 """Attention of a few new tokens over a preallocated cache.
 
 The query heads that share a KV head, and the new tokens, become rows of one matrix per KV head, so keys are read once
-and never repeated. Knows no cache layout: the caller's bias says which cells are visible.
-Shapes: B batch, T new rows, S cells, H query heads, G KV heads, D head dim.
+and never repeated. A long run of cells that every row sees is cut into chunks, which keeps all cores busy however few
+KV heads there are, and merged by log-sum-exp. Knows no cache layout: the caller says which cells are visible.
+Shapes: B batch, T new rows, S cells, H query heads, G KV heads, D head dim, N chunks.
 """
 
+import torch
 from torch import Tensor
 
 from masw_lightning.attention.kernels import attend
 
+CHUNK = 1024  # cells per chunk
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+
+def worth_splitting(batch: int, cells: int) -> bool:
+    """Whether a run of ``cells`` that all rows see should be passed as ``free``: long, and one sequence."""
+    return batch == 1 and cells >= 2 * CHUNK
+
+
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, free: tuple[int, int] | None = None
+) -> Tensor:
     """``q [B,H,T,D]`` over cells ``k, v [B,G,S,D]``; ``-> [B,H,T,D]``.
 
     Args:
         bias: additive mask ``[B or 1, 1, T, S]`` in ``q``'s dtype, or ``None`` when every cell is visible to every row.
+        free: ``(start, stop)``, cells that every row sees, at least two chunks of them (``worth_splitting``). ``bias``
+            then covers the other cells only, ``[1, 1, T, S - (stop - start)]``; every row must see one of those.
     """
     b, h, t, d = q.shape
     group = h // k.shape[1]
     rows = q.reshape(b, k.shape[1], group * t, d)
     if bias is not None:
         bias = bias[:, :, None].expand(-1, -1, group, -1, -1).reshape(bias.shape[0], 1, group * t, -1)
-    return attend(rows, k, v, scale=scale, bias=bias)[0].reshape(b, h, t, d)
+    if free is None:
+        return attend(rows, k, v, scale=scale, bias=bias)[0].reshape(b, h, t, d)
+    start, stop = free
+    chunks = (stop - start) // CHUNK
+    middle = start + chunks * CHUNK
+    # What does not fill a chunk joins the cells that have a bias; for those of it that are free it is zero.
+    if bias is not None and stop > middle:
+        bias = torch.cat((bias[..., :start], bias.new_zeros(*bias.shape[:-1], stop - middle), bias[..., start:]), -1)
+    rest_k, rest_v = (torch.cat((x[:, :, :start], x[:, :, middle:]), 2) if start else x[:, :, middle:] for x in (k, v))
+    out, lse = attend(rows, rest_k, rest_v, scale=scale, bias=bias)
+    chunked = (x[0, :, start:middle].unflatten(1, (chunks, CHUNK)).transpose(0, 1) for x in (k, v))  # views [N,G,·,D]
+    outs, lses = attend(rows.expand(chunks, -1, -1, -1), *chunked, scale=scale)
+    weights = torch.cat((lse, lses)).softmax(0).unsqueeze(-1)
+    merged = (torch.cat((out, outs)) * weights).sum(0)
+    return merged.to(q.dtype).reshape(b, h, t, d)

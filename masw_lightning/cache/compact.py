@@ -10,7 +10,7 @@ Shapes: B batch, T new raw tokens, P slots written in a forward, C ring cells, G
 import torch
 from torch import Tensor
 
-from masw_lightning.attention.cached import attend_cached
+from masw_lightning.attention.cached import attend_cached, worth_splitting
 from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout, Writer
@@ -37,6 +37,7 @@ class CompactCache:
         self._new = self._used = 0
         self._cells = torch.empty(0)
         self._bias: Tensor | None = None
+        self._free: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +112,11 @@ class CompactCache:
         slot_cells = torch.where(slots >= 0, self.first_slot + slots, self.spare)
         self._cells = torch.cat((self._raw_cell(positions), slot_cells), 1)
         self._bias = self._visible(positions, slots)
+        # Old slots are seen by every row of the forward: a long run of them needs no mask.
+        self._free, seen = None, self._seen_by_all(before)
+        if worth_splitting(len(before), seen):
+            self._free = (self.first_slot, self.first_slot + seen)
+            self._bias = torch.cat((self._bias[..., : self._free[0]], self._bias[..., self._free[1] :]), -1)
         return positions, slots, completing
 
     def end(self) -> None:
@@ -133,7 +139,18 @@ class CompactCache:
             cells = self._cells[:, None, :, None].expand_as(k)
             keys.scatter_(2, cells, k)
             values.scatter_(2, cells, v)
-        return attend_cached(q, keys[:, :, : self._used], values[:, :, : self._used], self._bias, scale)
+        used = keys[:, :, : self._used], values[:, :, : self._used]
+        return attend_cached(q, *used, self._bias, scale, self._free)
+
+    def _seen_by_all(self, before: list[int]) -> int:
+        """Slots ``0..`` that every row of a forward sees, raw or slot: those its first raw token sees."""
+        if self.layout.ratio is None:
+            return 0
+        first = self.layout.first_reader(0)
+        return min(
+            max(0, (n - first) // self.layout.ratio + 1 if n >= first else 0) if m else 0
+            for n, m in zip(self.lengths.tolist(), before, strict=True)
+        )
 
     def _ring_cell(self, position: Tensor) -> Tensor:
         return self.layout.sink + (position - self.layout.sink) % max(1, self.ring)

@@ -7,11 +7,14 @@ Shapes: B batch, T new tokens, S stored tokens, H heads, G KV heads, D head dim.
 import torch
 from torch import Tensor, nn
 
-from masw_lightning.attention.cached import attend_cached
+from masw_lightning.attention.cached import attend_cached, worth_splitting
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
 from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
+
+
+_Cells = tuple[int, Tensor | None, tuple[int, int] | None]
 
 
 class FullCache:
@@ -26,7 +29,7 @@ class FullCache:
         self.buffers = shape.buffers(batch, capacity)
         self.lengths = torch.zeros(batch, dtype=torch.long)
         self._new = 0
-        self._biases: dict[tuple[int | None, torch.device], tuple[int, Tensor | None]] = {}
+        self._biases: dict[tuple[int | None, torch.device], _Cells] = {}
         self._plans: dict[int, Plan] = {}
 
     @property
@@ -67,9 +70,9 @@ class FullCache:
             values[row, :, length : length + new] = v[row]
         if max(lengths) == 0 and new > 1:
             return self._prefill(q, k, v, scale, sliding_window)
-        start, bias = self._bias(sliding_window, q)
+        start, bias, free = self._visible(sliding_window, q)
         stop = max(lengths) + new
-        return attend_cached(q, keys[:, :, start:stop], values[:, :, start:stop], bias, scale)
+        return attend_cached(q, keys[:, :, start:stop], values[:, :, start:stop], bias, scale, free)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None) -> Tensor:
         """From empty: causal attention is the no-slot memory of window ``n``, or of the layer's own window."""
@@ -81,12 +84,15 @@ class FullCache:
         nothing = k[:, :, :0]
         return structured_attention(self._plans[window], q, k, v, nothing, nothing, scale)
 
-    def _bias(self, sliding_window: int | None, q: Tensor) -> tuple[int, Tensor | None]:
-        """First cell worth reading, and the additive mask ``[B or 1,1,T,S]`` (``None``: all are visible)."""
+    def _visible(self, sliding_window: int | None, q: Tensor) -> _Cells:
+        """First cell worth reading, additive mask (``None``: all are visible), cells free of it (``attend_cached``)."""
         key = (sliding_window, q.device)
         if key not in self._biases:
             low, high = int(self.lengths.min()), int(self.lengths.max())
             start = max(0, low + 1 - sliding_window) if sliding_window else 0
+            free = None
+            if not sliding_window and worth_splitting(len(self.lengths), low):
+                start, free = low, (0, low)  # every row sees the whole past; the mask is among the new tokens alone
             rows = self.lengths[:1] if low == high else self.lengths
             i = (rows[:, None] + torch.arange(self._new))[:, :, None]
             j = torch.arange(start, high + self._new)
@@ -96,5 +102,5 @@ class FullCache:
             bias = None
             if not bool(keep.all()):
                 bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, float("-inf"))[:, None].to(q.device)
-            self._biases[key] = (start, bias)
+            self._biases[key] = (0 if free else start, bias, free)
         return self._biases[key]

@@ -5,6 +5,7 @@ import torch
 
 from masw_lightning import MemoryLayout, UserError, attach_memory
 from masw_lightning.adapter.inject import window_hidden_states
+from masw_lightning.attention import cached
 from masw_lightning.attention.interface import output_logits
 from masw_lightning.drafts.runner import FullRunner, MemoryRunner
 
@@ -73,6 +74,21 @@ def test_full_cache(build_model, family):
     model = build_model(family)
     runner = FullRunner(model, batch=2, capacity=150)
     assert random_walk(runner, model, None, 61, 2, 17, 12, seed=3) < 2e-4
+
+
+@pytest.mark.parametrize("writer", ["slot", "token", None])
+def test_long_runs_of_cells_in_chunks(build_model, writer, monkeypatch):
+    """The same invariant where old cells are read in chunks (of 4 here; 1024 otherwise)."""
+    monkeypatch.setattr(cached, "CHUNK", 4)
+    model = build_model()
+    if writer is None:
+        assert random_walk(FullRunner(model, 1, 150), model, None, 61, 1, 33, 12, seed=5) < 2e-4
+        return
+    for visibility in ("written", "evicted"):
+        draft = attach_memory(model, MemoryLayout(2, 5, 3, visibility=visibility), writer=writer, init="random")
+        runner = MemoryRunner(draft, None, batch=1, max_tokens=190)
+        assert random_walk(runner, draft, draft.layout, 61, 1, 90, 12, seed=6) < 2e-4
+        assert runner.cache._free is not None
 
 
 def test_rollback_across_a_slot_boundary_twice_in_a_row(build_model):
