@@ -13,7 +13,6 @@ from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
 
-
 _Cells = tuple[int, Tensor | None, tuple[int, int] | None]
 
 
