@@ -1,6 +1,6 @@
 """Decode after real text of growing length: methods beside autoregressive decoding, and where MASW passes it.
 
-    python scripts/bench_end_to_end.py --model .cache/quickstart/model/SmolLM2-135M-Instruct.Q4_1.gguf \\
+    python scripts/bench_end_to_end.py --model .cache/quickstart/SmolLM2-135M-Instruct \\
         --adapter runs/quickstart/sft/token/adapter
 
 Prompts are whole texts cut to each length; prefill is real and reported apart. Without --adapter the memories are
@@ -40,7 +40,7 @@ from masw_lightning.drafts.base import DraftPolicy
 from masw_lightning.errors import UserError
 
 NAME = "bench_end_to_end"
-MODEL, TEXT = ".cache/quickstart/model/SmolLM2-135M-Instruct.Q4_1.gguf", ".cache/quickstart/data/books_valid.jsonl"
+MODEL, TEXT = ".cache/quickstart/SmolLM2-135M-Instruct", ".cache/quickstart/data/books_valid.jsonl"
 REFERENCE = "autoregressive"
 COLUMNS: tuple[Column, ...] = (
     ("model", "model", ""),

