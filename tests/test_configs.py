@@ -32,7 +32,7 @@ def content(path: Path) -> dict[str, Any]:
 
 
 RUNS = [p for p in YAMLS if isinstance(content(p), dict) and {"model", "trainer"} <= content(p).keys()]
-PARTS = [p for p in YAMLS if p not in RUNS]
+PARTS = [p for p in YAMLS if p not in RUNS and p.parts[0] != "table1"]  # grids of scripts/table1.py, tried there
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from masw_lightning import MemoryDraft, MemoryLayout, attach_memory
 from masw_lightning.errors import UserError
 from masw_lightning.layout import WRITERS, check_writer
 
-PATHS = ("--model", "--target-model", "--out", "--text", "--adapter")
+PATHS = ("--model", "--target-model", "--out", "--text", "--adapter", "--config", "--data")
 
 
 def count(text: str) -> int:

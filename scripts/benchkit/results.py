@@ -55,6 +55,7 @@ class Report:
     tables: list[tuple[str, Sequence[Column], list[Row]]] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    how: str = "Medians"  # what a number of the tables is of its repeats
 
     def note(self, *lines: str) -> None:
         """Say something once."""
@@ -92,7 +93,7 @@ class Report:
         parts += [
             f"Made by `{self.bench.chosen.command}` on {about['device']} ({about['cpus']} cores, "
             f"{about['memory_gib']} GiB), {about['date']}, commit {about['commit'] or 'unknown'}; "
-            f"{about['system']}; {versions}. Medians; all numbers are in [{self.name}.json]({self.name}.json)."
+            f"{about['system']}; {versions}. {self.how}; all numbers are in [{self.name}.json]({self.name}.json)."
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
 
