@@ -87,7 +87,8 @@ class MaswCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parses ``args``, or ``sys.argv`` if there are none, without a warning when tests give both."""
-        self.config = parser.parse_args(cast(list[str] | None, args))
+        given = sys.argv[1:] if args is None else cast(list[str], args)
+        self.config = parser.parse_args(whole_data_files(given))
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing, where Lightning lets a checkpoint's hyperparameters override YAML and command line."""
@@ -129,6 +130,22 @@ def main(args: list[str] | None = None) -> None:
         _stop(str(user_error), 1)
     except KeyboardInterrupt:
         _stop("stopped by the user.", 130)
+
+
+def whole_data_files(args: list[str]) -> list[str]:
+    """The command line with every ``--data file.yaml`` made to replace the data named before it.
+
+    By itself jsonargparse merges the two files, down into the lists of sources; ``--data=null`` before it starts anew.
+    """
+    result = []
+    for index, argument in enumerate(args):
+        name, _, value = argument.partition("=")
+        if name == "--data":
+            value = value or (args[index + 1] if index + 1 < len(args) else "")
+            if value.endswith((".yaml", ".yml")):
+                result.append("--data=null")
+        result.append(argument)
+    return result
 
 
 def import_rooms() -> None:

@@ -89,8 +89,8 @@ def test_the_command_line_wins_over_yaml(tmp_path: Path) -> None:
                "--trainer.default_root_dir", str(tmp_path))  # fmt: skip
     assert cli.model.optimizer.lr == 0.5
     assert (cli.model.memory.ratio, cli.model.memory.window) == (8, 128)
-    other = made("--data=null", "--data", "configs/data/redpajama.yaml", "--trainer.default_root_dir", str(tmp_path))
-    assert [source.hub for source in other.datamodule.train] == [None]  # without =null the two would be merged
+    other = made("--data", "configs/data/redpajama.yaml", "--trainer.default_root_dir", str(tmp_path))
+    assert [source.hub for source in other.datamodule.train] == [None]  # replaced, not merged
     assert other.datamodule.cache_dir is None
     later = made("--config", "configs/trainer/cpu.yaml", "--trainer.default_root_dir", str(tmp_path))
     assert later.trainer.max_steps == 8  # a second file merges into the first
@@ -221,3 +221,14 @@ def test_main_leaves_warnings_and_loggers_as_they_were(tmp_path: Path) -> None:
 
 def test_user_errors_are_value_errors() -> None:
     assert issubclass(UserError, ValueError)
+
+
+def test_data_on_the_command_line_replaces_the_data_of_the_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    """Merged, the books would keep the text field of the corpus they replace."""
+    command = ["fit", "--config", "configs/pretrain.yaml", "--print_config"]
+    for data in (["--data", "configs/data/local_text.yaml"], ["--data=configs/data/local_text.yaml"]):
+        with pytest.raises(SystemExit):
+            main([*command, *data])
+        given = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+        assert [source["path"] for source in given["train"]] == ["books"]
+        assert given["train"][0]["text"] is None
