@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from callbacks.predictions import REFERENCE, Json, Settings, fingerprint
 from masw_lightning.adapter.backbone import Backbone
-from masw_lightning.adapter.inject import MemoryDraft, attach_memory
-from masw_lightning.adapter.storage import check_base
+from masw_lightning.adapter.inject import MemoryDraft
+from masw_lightning.adapter.storage import attach_stored
 from masw_lightning.drafts.base import DraftPolicy
 from masw_lightning.drafts.full_kv import FullKVDraft
 from masw_lightning.drafts.masw import MemorySlotDraft
@@ -217,15 +217,7 @@ def attach_checkpoint(model: PreTrainedModel, path: str) -> MemoryDraft:
     """See `Models.attach`."""
     state, record = read_adapter(path)
     check_is_memory(record, path)
-    check_base(model, record["base"], path)
-    memory = attach_memory(model, MemoryLayout(**record["layout"]), record["writer"], tuple(record["mirror"]))
-    try:
-        memory.load_adapter_state_dict(state)
-    except UserError as error:
-        memory.detach()
-        raise UserError(f"{path}: {error}") from None
-    memory.trained_length = record.get("trained_length")
-    return memory
+    return attach_stored(model, record, state, path)
 
 
 def weights_fingerprint(memory: MemoryDraft) -> str:

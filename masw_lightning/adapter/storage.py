@@ -116,15 +116,32 @@ def load_memory(model: PreTrainedModel, directory: str | Path, dtype: torch.dtyp
             as it was.
     """
     record = read_record(directory)
-    check_base(model, record["base"], str(directory))
-    state = read_weights(directory)
+    return attach_stored(model, record, read_weights(directory), str(directory), dtype)
+
+
+def attach_stored(
+    model: PreTrainedModel,
+    record: dict[str, Any],
+    state: dict[str, Tensor],
+    where: str,
+    dtype: torch.dtype | None = None,
+) -> MemoryDraft:
+    """Attach a stored memory, whatever file its ``record`` (of ``describe``) and tensors came from.
+
+    Args:
+        where: that file or folder, for error messages.
+
+    Raises:
+        UserError: another base model, or missing, surplus or misshapen weights; the model is then left as it was.
+    """
+    check_base(model, record["base"], where)
     layout = MemoryLayout(**record["layout"])
     draft = attach_memory(model, layout, record["writer"], tuple(record["mirror"]), dtype=dtype)
     try:
         draft.load_adapter_state_dict(state)
     except UserError as error:
         draft.detach()
-        raise UserError(f"{directory}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     draft.trained_length = record.get("trained_length")
     return draft
 
