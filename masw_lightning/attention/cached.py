@@ -7,11 +7,13 @@ Shapes: B batch, T new rows, S cells, H query heads, G KV heads, D head dim, N c
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from masw_lightning.attention.kernels import attend
 
-CHUNK = 1024  # cells per chunk
+CHUNK = 1024  # cells per chunk, at least
+MASKED = -1e30  # finite: a row may see nothing of a part, which then weighs nothing
 
 
 def worth_splitting(batch: int, cells: int) -> bool:
@@ -25,9 +27,10 @@ def attend_cached(
     """``q [B,H,T,D]`` over cells ``k, v [B,G,S,D]``; ``-> [B,H,T,D]``.
 
     Args:
-        bias: additive mask ``[B or 1, 1, T, S]`` in ``q``'s dtype, or ``None`` when every cell is visible to every row.
+        bias: additive mask ``[B or 1, 1, T, S]`` in ``q``'s dtype, ``MASKED`` where a row may not look, or ``None`` when
+            every cell is visible to every row.
         free: ``(start, stop)``, cells that every row sees, at least two chunks of them (``worth_splitting``). ``bias``
-            then covers the other cells only, ``[1, 1, T, S - (stop - start)]``; every row must see one of those.
+            then covers the other cells only, ``[1, 1, T, S - (stop - start)]``.
     """
     b, h, t, d = q.shape
     group = h // k.shape[1]
@@ -38,14 +41,16 @@ def attend_cached(
         return attend(rows, k, v, scale=scale, bias=bias)[0].reshape(b, h, t, d)
     start, stop = free
     chunks = (stop - start) // CHUNK
-    middle = start + chunks * CHUNK
-    # What does not fill a chunk joins the cells that have a bias; for those of it that are free it is zero.
-    if bias is not None and stop > middle:
-        bias = torch.cat((bias[..., :start], bias.new_zeros(*bias.shape[:-1], stop - middle), bias[..., start:]), -1)
-    rest_k, rest_v = (torch.cat((x[:, :, :start], x[:, :, middle:]), 2) if start else x[:, :, middle:] for x in (k, v))
-    out, lse = attend(rows, rest_k, rest_v, scale=scale, bias=bias)
-    chunked = (x[0, :, start:middle].unflatten(1, (chunks, CHUNK)).transpose(0, 1) for x in (k, v))  # views [N,G,·,D]
-    outs, lses = attend(rows.expand(chunks, -1, -1, -1), *chunked, scale=scale)
-    weights = torch.cat((lse, lses)).softmax(0).unsqueeze(-1)
-    merged = (torch.cat((out, outs)) * weights).sum(0)
+    size = (stop - start) // chunks
+    end = start + chunks * size  # what is left of the run, fewer cells than there are chunks, joins those behind it
+    chunked = (x[0, :, start:end].unflatten(1, (chunks, size)).transpose(0, 1) for x in (k, v))  # views [N,G,.,D]
+    parts = [attend(rows.expand(chunks, -1, -1, -1), *chunked, scale=scale)]
+    if start:
+        before = None if bias is None else bias[..., :start]
+        parts.append(attend(rows, k[:, :, :start], v[:, :, :start], scale=scale, bias=before))
+    if end < k.shape[2]:
+        behind = None if bias is None else F.pad(bias[..., start:], (stop - end, 0))
+        parts.append(attend(rows, k[:, :, end:], v[:, :, end:], scale=scale, bias=behind))
+    weights = torch.cat([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
+    merged = (torch.cat([out for out, _ in parts]) * weights).sum(0)
     return merged.to(q.dtype).reshape(b, h, t, d)

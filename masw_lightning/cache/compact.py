@@ -10,7 +10,7 @@ Shapes: B batch, T new raw tokens, P slots written in a forward, C ring cells, G
 import torch
 from torch import Tensor
 
-from masw_lightning.attention.cached import attend_cached, worth_splitting
+from masw_lightning.attention.cached import MASKED, attend_cached, worth_splitting
 from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout, Writer
@@ -178,4 +178,4 @@ class CompactCache:
             rows = torch.cat((valid & layout.slot_sees_raw(q, held[:, None]), layout.slot_sees_slot(q, number)), -1)
             rows[..., 0] |= q[..., 0] < 0  # an unused row looks at one cell, so that its softmax stays finite
             keep = torch.cat((keep, rows), 1)
-        return torch.zeros(keep.shape).masked_fill_(~keep, float("-inf"))[:, None]
+        return torch.zeros(keep.shape).masked_fill_(~keep, MASKED)[:, None]

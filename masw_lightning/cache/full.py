@@ -7,7 +7,7 @@ Shapes: B batch, T new tokens, S stored tokens, H heads, G KV heads, D head dim.
 import torch
 from torch import Tensor, nn
 
-from masw_lightning.attention.cached import attend_cached, worth_splitting
+from masw_lightning.attention.cached import MASKED, attend_cached, worth_splitting
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
 from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
 from masw_lightning.errors import UserError
@@ -100,6 +100,6 @@ class FullCache:
                 keep &= i - j < sliding_window
             bias = None
             if not bool(keep.all()):
-                bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, float("-inf"))[:, None].to(q.device)
+                bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, MASKED)[:, None].to(q.device)
             self._biases[key] = (0 if free else start, bias, free)
         return self._biases[key]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from masw_lightning.attention.cached import attend_cached
+from masw_lightning.attention.cached import MASKED, attend_cached
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
 from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
 from masw_lightning.errors import UserError
@@ -187,7 +187,7 @@ class SnapKVCache:
         if self._keep is None:
             return None
         if self._bias is None or self._bias.device != q.device:
-            bias = torch.zeros(self._keep.shape, dtype=q.dtype).masked_fill_(~self._keep, float("-inf"))
+            bias = torch.zeros(self._keep.shape, dtype=q.dtype).masked_fill_(~self._keep, MASKED)
             self._bias = bias[:, None].to(q.device)
         return self._bias
 
