@@ -17,6 +17,8 @@ SHOWN_VAL = (
     "val/loss_full",
     "val/agreement",
     "val/agreement_window",
+    "val/overlap",
+    "val/overlap_window",
     "val/tokens_per_iteration",
     "val/tokens_per_iteration_window",
 )

@@ -57,11 +57,11 @@ class _Ratio(Metric):
         return (self.numerator / self.denominator).float()
 
 
-class MeanLoss(_Ratio):
-    """Mean loss per supervised token, in nats."""
+class MeanPerToken(_Ratio):
+    """Mean over supervised tokens of a loss, in nats, or of another number that tokens have."""
 
     def update(self, total: Tensor | float, count: int) -> None:
-        """Adds the summed loss of ``count`` tokens."""
+        """Adds the sum of ``count`` tokens."""
         self.add(total, count)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from masw_lightning.attention.unrolled import UnrolledMemory
-from masw_lightning.metrics import Agreement, MeanLoss, TokensPerIteration
+from masw_lightning.metrics import Agreement, MeanPerToken, TokensPerIteration
 from masw_lightning.modules.attached_head import AttachedHead, Entries
 from masw_lightning.modules.losses import chunks, supervised
 from masw_lightning.modules.settings import ValidationConfig
@@ -22,8 +22,9 @@ class HeadValidation(Validation):
 
     def __init__(self, config: ValidationConfig, chunk: int) -> None:
         super().__init__(config, chunk)
-        self.losses = nn.ModuleDict({"loss": MeanLoss()})
+        self.losses = nn.ModuleDict({"loss": MeanPerToken()})
         self.agreements = nn.ModuleDict({"agreement": Agreement()})
+        self.overlaps = nn.ModuleDict()  # a head may draft from a vocabulary of its own
         names = ("tokens_per_iteration",) if config.prompts else ()
         self.speeds = nn.ModuleDict({name: TokensPerIteration(config.num_draft_tokens) for name in names})
 

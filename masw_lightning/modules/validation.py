@@ -1,6 +1,7 @@
-"""Whether the memory helps: its loss beside full attention's and the bare window's, and its agreement with the target.
+"""Whether the memory helps: its loss beside full attention's and the bare window's, and how near it is to the target.
 
-Agreement is measured twice: at every validation token, and along the backbone's own greedy continuation of a few
+Overlap with full attention's distribution is one minus the total variation distance, which is the chance that a sampled
+draft token is accepted. Greedy agreement is measured twice: at every validation token, and along the backbone's own greedy continuation of a few
 prompts, where runs of agreement are exactly the iterations of greedy speculative decoding (the draft is always
 conditioned on the target's accepted text). Knows a ``MemoryDraft``; no Lightning, no draft policies, no decoding loop.
 
@@ -17,7 +18,7 @@ from torchmetrics import Metric
 
 from masw_lightning.adapter.backbone import max_positions
 from masw_lightning.adapter.inject import MemoryDraft
-from masw_lightning.metrics import Agreement, MeanLoss, TokensPerIteration
+from masw_lightning.metrics import Agreement, MeanPerToken, TokensPerIteration
 from masw_lightning.modules.losses import chunks, supervised, targets
 from masw_lightning.modules.settings import ValidationConfig
 
@@ -36,15 +37,16 @@ class Validation(nn.Module):
     def __init__(self, config: ValidationConfig, chunk: int) -> None:
         super().__init__()
         self.config, self.chunk = config, chunk
-        self.losses = nn.ModuleDict({name: MeanLoss() for name in ("loss", "loss_full", "loss_window")})
+        self.losses = nn.ModuleDict({name: MeanPerToken() for name in ("loss", "loss_full", "loss_window")})
         self.agreements = nn.ModuleDict({name: Agreement() for name in ("agreement", "agreement_window")})
+        self.overlaps = nn.ModuleDict({name: MeanPerToken() for name in ("overlap", "overlap_window")})
         names = ("tokens_per_iteration", "tokens_per_iteration_window") if config.prompts else ()
         self.speeds = nn.ModuleDict({name: TokensPerIteration(config.num_draft_tokens) for name in names})
         self.texts: list[GreedyText] = []  # the backbone is frozen, so they are made once and serve every epoch
 
     def named_metrics(self) -> list[tuple[str, Metric]]:
         """Name and metric, in the order they are logged."""
-        groups = (self.losses, self.agreements, self.speeds)
+        groups = (self.losses, self.agreements, self.overlaps, self.speeds)
         return [(name, cast(Metric, metric)) for group in groups for name, metric in group.items()]
 
     @torch.no_grad()
@@ -57,13 +59,16 @@ class Validation(nn.Module):
             "loss_window": draft.window_hidden_states(ids)[keep],
         }
         for *hidden, tokens in chunks(self.chunk, *readers.values(), wanted):
-            choices = []
+            choices, distributions = [], []
             for name, rows in zip(readers, hidden, strict=True):
                 logits = draft.logits(rows).float()
                 metrics[name].update(F.cross_entropy(logits, tokens, reduction="sum"), len(tokens))
                 choices.append(logits.argmax(-1))
+                distributions.append(logits.softmax(-1))
             metrics["agreement"].update(choices[0] == choices[1])
             metrics["agreement_window"].update(choices[2] == choices[1])
+            for name, ours in (("overlap", distributions[0]), ("overlap_window", distributions[2])):
+                metrics[name].update(torch.minimum(ours, distributions[1]).sum(), len(tokens))
         for row, row_labels in zip(ids, labels, strict=True):
             if len(self.texts) * world_size < self.config.prompts:
                 self.texts.append(self._continue(draft, row, row_labels))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from masw_lightning import MemoryLayout, MemorySlotDraft, attach_memory, generate
-from masw_lightning.metrics import Agreement, MeanLoss, TokensPerIteration, iterations_from_agreement
+from masw_lightning.metrics import Agreement, MeanPerToken, TokensPerIteration, iterations_from_agreement
 
 
 def simulate(text: list[int], guesses: list[int], k: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def test_teacher_forcing_gives_what_decoding_gives(build_model, writer: str, k: 
 
 
 def test_metrics_divide_sums_once() -> None:
-    loss, agreement, speed = MeanLoss(), Agreement(), TokensPerIteration(5)
+    loss, agreement, speed = MeanPerToken(), Agreement(), TokensPerIteration(5)
     loss.update(torch.tensor(6.0), 2)
     loss.update(torch.tensor(0.0), 4)
     agreement.update(torch.tensor([True, False]))

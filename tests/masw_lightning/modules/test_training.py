@@ -518,6 +518,7 @@ def test_everything_is_logged(tmp_path: Path) -> None:
     assert {
         *("train/loss", "train/grad_norm", "lr", "train/tokens_per_s", "train/tokens_seen"),
         *("val/loss", "val/loss_full", "val/loss_window", "val/agreement", "val/agreement_window"),
+        *("val/overlap", "val/overlap_window"),
         *("val/tokens_per_iteration", "val/tokens_per_iteration_window"),
     } <= set(events.Tags()["scalars"])
     assert [e.value for e in events.Scalars("train/tokens_seen")] == [80, 160, 240, 320]
@@ -541,6 +542,10 @@ def test_validation_measures_what_it_says(tmp_path: Path, writer: Any) -> None:
         assert found[f"val/{name}"] == pytest.approx(expected.item(), abs=1e-4)
     choices = {name: value[:, :-1].argmax(-1) for name, value in logits.items()}
     assert found["val/agreement"] == pytest.approx((choices["loss"] == choices["loss_full"]).float().mean().item())
+    odds = {name: value[:, :-1].softmax(-1) for name, value in logits.items()}
+    for name, ours in (("overlap", odds["loss"]), ("overlap_window", odds["loss_window"])):
+        distance = (ours - odds["loss_full"]).abs().sum(-1).mean().item() / 2  # total variation
+        assert found[f"val/{name}"] == pytest.approx(1 - distance, abs=1e-5)
     emitted = iterations = 0
     for row in ids[:2]:
         decoded = generate(
