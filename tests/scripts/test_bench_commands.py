@@ -31,6 +31,7 @@ COMMANDS = {
         "3",
     ],
     "bench_end_to_end": ["--prefixes", "48,96", "--swa", "32", "--new-tokens", "8", "--prompts", "1"],
+    "bench_compile": ["--prefixes", "48", "--backend", "eager"],
     "bench_training": ["--prefixes", "64", "--no-checkpointing"],
     "bench_floors": [
         *["--short", "48", "--middle", "64", "--long", "96", "--long-repeats", "1", "--rounds", "2"],
