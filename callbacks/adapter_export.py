@@ -4,7 +4,9 @@ Knows the module's draft and where the run writes; a checkpoint of Lightning's s
 """
 
 from pathlib import Path
+from typing import Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from masw_lightning.modules import MemoryModule
@@ -15,10 +17,11 @@ class AdapterExport(Callback):
 
     Args:
         folder: relative to ``trainer.default_root_dir``.
+        dtype: of the weights in the file; ``None``: as they were trained, that is float32. bfloat16 halves the file.
     """
 
-    def __init__(self, folder: str = "adapter") -> None:
-        self.folder = folder
+    def __init__(self, folder: str = "adapter", dtype: Literal["float32", "bfloat16", "float16"] | None = None) -> None:
+        self.folder, self.dtype = folder, dtype
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the folder from rank 0."""
@@ -27,4 +30,5 @@ class AdapterExport(Callback):
                 Path(trainer.default_root_dir) / self.folder,
                 trained_length=pl_module.trained_length,
                 base=pl_module.backbone_config.path,
+                dtype=None if self.dtype is None else getattr(torch, self.dtype),
             )

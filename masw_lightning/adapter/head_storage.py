@@ -54,7 +54,7 @@ def head_config(target: PreTrainedModel, draft_vocabulary: int | None = None) ->
     )  # fmt: skip
 
 
-def published_config(head: DraftHead) -> dict[str, Any]:
+def published_config(head: DraftHead, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """What ``config.json`` says of a head: the public heads' keys, JSON primitives only."""
     config, rope = head.config, dict(head.config.rope_parameters)
     sizes = {key: getattr(config, key) for key in SIZES}
@@ -75,7 +75,7 @@ def published_config(head: DraftHead) -> dict[str, Any]:
         "rope_theta": theta,
         **({"rope_scaling": rope} if scaled else {}),
         "tie_word_embeddings": False,
-        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype or head.dtype).removeprefix("torch."),
     }
 
 
@@ -98,13 +98,19 @@ def save_head(
     directory: str | Path,
     trained_length: int | None = None,
     base: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``head`` as ``model.safetensors`` and ``config.json``; EAGLE's layout includes the target's embeddings."""
+    """Write ``head`` as ``model.safetensors`` and ``config.json``; EAGLE's layout includes the target's embeddings.
+
+    ``dtype``: of the floating-point tensors in the file; ``None``: as they are.
+    """
     path = Path(directory)
     state = {name: tensor.detach() for name, tensor in head.state_dict().items()}
     if isinstance(head, EagleHead) and EMBEDDINGS not in state:
         state[EMBEDDINGS] = target.get_input_embeddings().weight.detach()
-    record = published_config(head) | {RECORD: describe_head(head, target, trained_length, base)}
+    if dtype is not None:
+        state = {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
+    record = published_config(head, dtype) | {RECORD: describe_head(head, target, trained_length, base)}
     try:
         path.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous().cpu() for name, tensor in state.items()}

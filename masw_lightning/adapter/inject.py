@@ -190,12 +190,16 @@ class MemoryDraft(nn.Module):
         return [p for n, p in self.named_parameters() if not n.startswith("model.") and p.requires_grad]
 
     def save_pretrained(
-        self, directory: str | Path, trained_length: int | None = None, base: str | None = None
+        self,
+        directory: str | Path,
+        trained_length: int | None = None,
+        base: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Write ``masw.safetensors`` and ``masw_config.json`` (see ``adapter.storage``)."""
         from masw_lightning.adapter.storage import save_memory
 
-        save_memory(self, directory, trained_length, base)
+        save_memory(self, directory, trained_length, base, dtype)
 
     def detach(self) -> PreTrainedModel:
         """Remove every hook, give the backbone its own ``requires_grad`` flags back, and return it."""

@@ -72,20 +72,25 @@ def describe(draft: MemoryDraft, trained_length: int | None = None, base: str | 
 
 
 def save_memory(
-    draft: MemoryDraft, directory: str | Path, trained_length: int | None = None, base: str | None = None
+    draft: MemoryDraft,
+    directory: str | Path,
+    trained_length: int | None = None,
+    base: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write ``draft``'s own tensors and its record into ``directory``.
 
     Args:
         trained_length: longest text, in tokens, that the memory was trained on.
         base: name of the base model, for people and error messages.
+        dtype: of the tensors in the file; ``None``: as they are.
     """
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write the memory to {path}: {error.strerror}; choose another folder.") from error
-    tensors = {k: v.detach().contiguous().cpu() for k, v in draft.adapter_state_dict().items()}
+    tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in draft.adapter_state_dict().items()}
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     (path / CONFIG).write_text(json.dumps(describe(draft, trained_length, base), indent=2) + "\n")
 

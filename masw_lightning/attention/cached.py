@@ -27,8 +27,8 @@ def attend_cached(
     """``q [B,H,T,D]`` over cells ``k, v [B,G,S,D]``; ``-> [B,H,T,D]``.
 
     Args:
-        bias: additive mask ``[B or 1, 1, T, S]`` in ``q``'s dtype, ``MASKED`` where a row may not look, or ``None`` when
-            every cell is visible to every row.
+        bias: additive mask ``[B or 1, 1, T, S]`` in ``q``'s dtype, ``MASKED`` where a row may not look; ``None``: every
+            row sees every cell.
         free: ``(start, stop)``, cells that every row sees, at least two chunks of them (``worth_splitting``). ``bias``
             then covers the other cells only, ``[1, 1, T, S - (stop - start)]``.
     """

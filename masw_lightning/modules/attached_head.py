@@ -84,10 +84,14 @@ class AttachedHead(nn.Module):
                 tensor.copy_(state[name])
 
     def save_pretrained(
-        self, directory: str | Path, trained_length: int | None = None, base: str | None = None
+        self,
+        directory: str | Path,
+        trained_length: int | None = None,
+        base: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Write the head in the public layout (see ``adapter.head_storage``)."""
-        save_head(self.head, self.model, directory, trained_length, base)
+        save_head(self.head, self.model, directory, trained_length, base, dtype)
 
 
 def read_head(path: str) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:

@@ -1,9 +1,10 @@
 """Whether the memory helps: its loss beside full attention's and the bare window's, and how near it is to the target.
 
 Overlap with full attention's distribution is one minus the total variation distance, which is the chance that a sampled
-draft token is accepted. Greedy agreement is measured twice: at every validation token, and along the backbone's own greedy continuation of a few
-prompts, where runs of agreement are exactly the iterations of greedy speculative decoding (the draft is always
-conditioned on the target's accepted text). Knows a ``MemoryDraft``; no Lightning, no draft policies, no decoding loop.
+draft token is accepted. Greedy agreement is measured twice: at every validation token, and along the backbone's own
+greedy continuation of a few prompts, where runs of agreement are exactly the iterations of greedy speculative decoding
+(the draft is always conditioned on the target's accepted text). Knows a ``MemoryDraft``; no Lightning, no draft
+policies, no decoding loop.
 
 Shapes: B batch, n tokens, h hidden size, V vocabulary, N supervised tokens, T tokens after a prompt's first new one.
 """

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from callbacks.adapter_export import AdapterExport
@@ -61,6 +62,15 @@ def test_the_adapter_is_exported_when_training_ends(tmp_path: Path) -> None:
     found, expected = loaded.adapter_state_dict(), built.draft.adapter_state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[k], expected[k]) for k in found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_adapter_is_exported_in_half_the_bytes(tmp_path: Path) -> None:
+    built = fit(tmp_path, 2, AdapterExport("half", "bfloat16"), enable_progress_bar=False)
+    loaded = load_memory(load_backbone(BACKBONE), tmp_path / "half", torch.float32)
+    found, expected = loaded.adapter_state_dict(), built.draft.adapter_state_dict()
+    assert all(torch.equal(found[k], expected[k].bfloat16().float()) for k in expected)
+    assert all(x.dtype == torch.bfloat16 for x in load_file(tmp_path / "half" / "masw.safetensors").values())
 
 
 @pytest.mark.filterwarnings("ignore")
