@@ -42,6 +42,37 @@ class KVShape:
         ]
 
 
+class KVCache:
+    """What all caches are: buffers, a count of tokens per row, and a forward that is announced before it is counted.
+
+    Args:
+        buffers: key and value buffers, one pair per layer.  batch: rows.
+    """
+
+    def __init__(self, buffers: list[tuple[Tensor, Tensor]], batch: int) -> None:
+        self.buffers = buffers
+        self.lengths = torch.zeros(batch, dtype=torch.long)  # tokens of text read per row, kept or not
+        self._new = 0  # tokens per row of the announced forward
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated for keys and values."""
+        return storage_bytes(self.buffers)
+
+    def mark(self) -> Tensor:
+        """Tokens of text read per row ``[B]``."""
+        return self.lengths.clone()
+
+    def rollback(self, tokens: int | list[int] | Tensor) -> None:
+        """Forget the newest ``tokens``, one number or one per row, in O(1)."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Count the announced tokens, once every layer has stored them."""
+        self.lengths = self.lengths + self._new
+        self._new = 0
+
+
 def storage_bytes(buffers: list[tuple[Tensor, Tensor]]) -> int:
     """Bytes of the storages behind the buffers, each counted once (a slice keeps its whole parent alive)."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for pair in buffers for t in pair}

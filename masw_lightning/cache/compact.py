@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from masw_lightning.attention.cached import MASKED, attend_cached, worth_splitting
-from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
+from masw_lightning.cache.base import KVCache, KVShape, rows_to_take_back
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout, Writer
 
 
-class CompactCache:
-    """Sinks, window and slots of ``batch`` rows.
+class CompactCache(KVCache):
+    """Sinks, window and slots of ``batch`` rows. How many slots a row has follows from its count: ``layout.num_slots``.
 
     Args:
         layout: shape of the memory (``ratio=None``: a sliding window with sinks).
@@ -31,22 +31,12 @@ class CompactCache:
         self.ring = min(layout.window + layout.rollback, max(0, max_tokens - layout.sink))
         self.first_slot = min(layout.sink, max_tokens) + self.ring
         self.spare = self.first_slot + layout.num_slots(max_tokens)
-        self.buffers = shape.buffers(batch, self.spare + 1)
-        self.lengths = torch.zeros(batch, dtype=torch.long)
+        super().__init__(shape.buffers(batch, self.spare + 1), batch)
         self._highest = self.lengths.clone()  # most tokens ever read per row: bounds what the ring still holds
-        self._new = self._used = 0
+        self._used = 0
         self._cells = torch.empty(0)
         self._bias: Tensor | None = None
         self._free: tuple[int, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated for keys and values."""
-        return storage_bytes(self.buffers)
-
-    def mark(self) -> Tensor:
-        """Raw tokens read per row ``[B]``. Slots follow from it: ``layout.num_slots``."""
-        return self.lengths.clone()
 
     def rollback(self, tokens: int | list[int] | Tensor) -> None:
         """Forget the newest ``tokens`` (one number, or one per row) in O(1).
@@ -121,9 +111,8 @@ class CompactCache:
 
     def end(self) -> None:
         """Count the announced tokens, once every layer has stored them."""
-        self.lengths = self.lengths + self._new
+        super().end()
         self._highest = torch.maximum(self._highest, self.lengths)
-        self._new = 0
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store ``k, v [B,G,T+P,D]`` (raw rows, then slots) and attend with ``q [B,H,rows,D]``; ``-> [B,H,rows,D]``."""

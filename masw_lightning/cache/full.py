@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from masw_lightning.attention.cached import MASKED, attend_cached, worth_splitting
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
-from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
+from masw_lightning.cache.base import KVCache, KVShape, rows_to_take_back
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
 
 _Cells = tuple[int, Tensor | None, tuple[int, int] | None]
 
 
-class FullCache:
+class FullCache(KVCache):
     """Keys and values of every token.
 
     Args:
@@ -24,21 +24,10 @@ class FullCache:
     """
 
     def __init__(self, shape: KVShape, batch: int, capacity: int) -> None:
+        super().__init__(shape.buffers(batch, capacity), batch)
         self.shape, self.capacity = shape, capacity
-        self.buffers = shape.buffers(batch, capacity)
-        self.lengths = torch.zeros(batch, dtype=torch.long)
-        self._new = 0
         self._biases: dict[tuple[int | None, torch.device], _Cells] = {}
         self._plans: dict[int, Plan] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated for keys and values."""
-        return storage_bytes(self.buffers)
-
-    def mark(self) -> Tensor:
-        """Tokens held per row ``[B]``."""
-        return self.lengths.clone()
 
     def rollback(self, tokens: int | list[int] | Tensor) -> None:
         """Forget the newest ``tokens`` (one number, or one per row) in O(1)."""
@@ -52,11 +41,6 @@ class FullCache:
         self._new = new
         self._biases, self._plans = {}, {}
         return self.lengths[:, None] + torch.arange(new)
-
-    def end(self) -> None:
-        """Count the announced tokens, once every layer has stored them."""
-        self.lengths = self.lengths + self._new
-        self._new = 0
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from masw_lightning.attention.cached import MASKED, attend_cached
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
-from masw_lightning.cache.base import KVShape, rows_to_take_back, storage_bytes
+from masw_lightning.cache.base import KVCache, KVShape, rows_to_take_back
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
 
@@ -90,7 +90,7 @@ class SnapKVRule:
         return torch.cat((best, torch.arange(n - self.window, n, device=q.device).expand(b, heads, -1)), -1)
 
 
-class SnapKVCache:
+class SnapKVCache(KVCache):
     """Chosen entries of ``batch`` prompts of ``prompt_tokens`` each, with room for text up to ``max_tokens``.
 
     The layers' own sliding windows (Mistral, Gemma 3) do not apply: every layer reads the whole prompt and chooses from
@@ -104,21 +104,10 @@ class SnapKVCache:
         self.kept = rule.kept(prompt_tokens)
         if rule.per_query_head:
             shape = replace(shape, kv_heads=query_heads)
-        self.buffers = shape.buffers(batch, self.kept + max_tokens - prompt_tokens)
-        self.lengths = torch.zeros(batch, dtype=torch.long)  # tokens of text read per row, the dropped ones included
-        self._new = 0
+        super().__init__(shape.buffers(batch, self.kept + max_tokens - prompt_tokens), batch)
         self._keep: Tensor | None = None
         self._bias: Tensor | None = None
         self._plan: Plan | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated for keys and values."""
-        return storage_bytes(self.buffers)
-
-    def mark(self) -> Tensor:
-        """Tokens of text read per row ``[B]``."""
-        return self.lengths.clone()
 
     def rollback(self, tokens: int | list[int] | Tensor) -> None:
         """Forget the newest ``tokens`` (one number, or one per row) in O(1).
@@ -146,11 +135,6 @@ class SnapKVCache:
             last = self._cells(self.lengths)[:, None] + torch.arange(new)  # the newest cell each new row sees
             self._keep = torch.arange(int(last.max()) + 1) <= last[:, :, None]
         return self.lengths[:, None] + torch.arange(new)
-
-    def end(self) -> None:
-        """Count the announced tokens, once every layer has stored them."""
-        self.lengths = self.lengths + self._new
-        self._new = 0
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None

@@ -8,6 +8,7 @@ Shapes: B batch, n prompt tokens, T new tokens, P slots written in a forward, h 
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,47 +19,32 @@ from masw_lightning.adapter.inject import MemoryDraft, window_hidden_states, wri
 from masw_lightning.adapter.mirror import SlotRows
 from masw_lightning.adapter.shallow import first_layers
 from masw_lightning.attention.interface import output_logits, run_backbone
-from masw_lightning.cache.base import KVShape
+from masw_lightning.cache.base import KVCache, KVShape
 from masw_lightning.cache.compact import CompactCache
 from masw_lightning.cache.full import FullCache
 from masw_lightning.layout import MemoryLayout
 
+Cache = TypeVar("Cache", bound=KVCache)
 
-class FullRunner:
-    """A model on a full cache of ``capacity`` tokens per row. As a target it keeps its own sliding-window layers."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, capacity: int) -> None:
-        self.model = model
-        self.cache = FullCache(KVShape.of(model), batch, capacity)
-        self._states: HiddenStates | None = None
-        self.states: tuple[Tensor, ...] = ()
+class CachedModel(Generic[Cache]):
+    """A model with a cache that every layer's attention goes through; see ``drafts.base.Runner``."""
+
+    model: PreTrainedModel
+    cache: Cache
 
     @property
     def nbytes(self) -> int:
         """Bytes really allocated for keys and values."""
         return self.cache.nbytes
 
-    def keep_states(self, layers: tuple[int, ...]) -> None:
-        """From now on ``states`` holds the newest forward's hidden states ``[B,T,h]`` at ``layers``; ``()``: none."""
-        if layers != (self._states.wanted if self._states else ()):
-            self._states = HiddenStates(self.model, layers) if layers else None
-        self.states = ()
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; hidden states ``[B,T,h]`` after the final norm."""
+        raise NotImplementedError
 
     def prefill(self, input_ids: Tensor) -> Tensor:
         """Read a prompt ``[B,n]``; the last position's hidden state ``[B,h]``."""
         return self.hidden(input_ids)[:, -1]
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Read ``tokens [B,T]``; hidden states ``[B,T,h]`` after the final norm."""
-        positions = self.cache.begin(tokens.shape[1]).to(tokens.device)
-        embeds = self.model.get_input_embeddings()(tokens)
-        with self._states.reading() if self._states else nullcontext():
-            hidden = run_backbone(self.model, embeds, positions, self.cache)
-        self.cache.end()
-        if self._states:
-            self.states = self._states.collect(hidden)
-            self._states.clear()
-        return hidden
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Read ``tokens [B,T]``; logits ``[B,T,V]``."""
@@ -71,6 +57,34 @@ class FullRunner:
     def rollback(self, tokens: int | Tensor) -> None:
         """Forget the newest tokens, one number or one per row."""
         self.cache.rollback(tokens)
+
+
+class FullRunner(CachedModel[FullCache]):
+    """A model on a full cache of ``capacity`` tokens per row. As a target it keeps its own sliding-window layers."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, capacity: int) -> None:
+        self.model = model
+        self.cache = FullCache(KVShape.of(model), batch, capacity)
+        self._states: HiddenStates | None = None
+        self.states: tuple[Tensor, ...] = ()
+
+    def keep_states(self, layers: tuple[int, ...]) -> None:
+        """From now on ``states`` holds the newest forward's hidden states ``[B,T,h]`` at ``layers``; ``()``: none."""
+        if layers != (self._states.wanted if self._states else ()):
+            self._states = HiddenStates(self.model, layers) if layers else None
+        self.states = ()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Read ``tokens [B,T]``; hidden states ``[B,T,h]`` after the final norm."""
+        positions = self.cache.begin(tokens.shape[1]).to(tokens.device)
+        embeds = self.model.get_input_embeddings()(tokens)
+        with self._states.reading() if self._states else nullcontext():
+            hidden = run_backbone(self.model, embeds, positions, self.cache)
+        self.cache.end()
+        if self._states:
+            self.states = self._states.collect(hidden)
+            self._states.clear()
+        return hidden
 
 
 class _Step:
@@ -89,7 +103,7 @@ class _Step:
         return self.cache.attend(int(module.layer_idx), q, k, v, scale)  # type: ignore[arg-type]
 
 
-class MemoryRunner:
+class MemoryRunner(CachedModel[CompactCache]):
     """A model on a compact memory.
 
     Args:
@@ -118,11 +132,6 @@ class MemoryRunner:
             shape = replace(shape, devices=shape.devices[:layers])
         self.cache = CompactCache(chosen, writer, shape, batch, max_tokens)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated for keys and values."""
-        return self.cache.nbytes
-
     def prefill(self, input_ids: Tensor) -> Tensor:
         """Read a prompt ``[B,n]``; the last position's hidden state ``[B,h]``."""
         if self.memory is None:
@@ -145,15 +154,3 @@ class MemoryRunner:
         hidden = run_backbone(self.model, embeds, positions, _Step(self.cache, rows, self.memory))
         self.cache.end()
         return hidden[:, :t]
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Read ``tokens [B,T]``; logits ``[B,T,V]``."""
-        return output_logits(self.model, self.hidden(tokens))
-
-    def last_logits(self, tokens: Tensor) -> Tensor:
-        """Read ``tokens [B,T]``; logits ``[B,V]`` after the last."""
-        return output_logits(self.model, self.hidden(tokens)[:, -1])
-
-    def rollback(self, tokens: int | Tensor) -> None:
-        """Forget the newest tokens, one number or one per row."""
-        self.cache.rollback(tokens)

@@ -11,29 +11,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from masw_lightning.attention.interface import output_logits, run_backbone, text_config
+from masw_lightning.attention.interface import run_backbone, text_config
 from masw_lightning.cache.base import KVShape
 from masw_lightning.cache.snapkv import Pooling, SnapKVCache, SnapKVRule
 from masw_lightning.drafts.base import ChainSession
+from masw_lightning.drafts.runner import CachedModel
 from masw_lightning.layout import MemoryLayout
 
 
-class SnapKVRunner:
-    """A model on a SnapKV cache; see ``drafts.base.Runner``."""
+class SnapKVRunner(CachedModel[SnapKVCache]):
+    """A model on a SnapKV cache. Only generated tokens can be taken back."""
 
     def __init__(self, model: PreTrainedModel, rule: SnapKVRule, batch: int, prompt_tokens: int, max_tokens: int):
         self.model = model
         heads = int(text_config(model).num_attention_heads)
         self.cache = SnapKVCache(rule, KVShape.of(model), heads, batch, prompt_tokens, max_tokens)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated for keys and values."""
-        return self.cache.nbytes
-
-    def prefill(self, input_ids: Tensor) -> Tensor:
-        """Read the prompt ``[B,n]`` and keep what it chooses; the last position's hidden state ``[B,h]``."""
-        return self.hidden(input_ids)[:, -1]
 
     @torch.no_grad()  # a graph would keep every layer's full keys alive
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -43,18 +35,6 @@ class SnapKVRunner:
         hidden = run_backbone(self.model, embeds, positions, self.cache)
         self.cache.end()
         return hidden
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Read ``tokens [B,T]``; logits ``[B,T,V]``."""
-        return output_logits(self.model, self.hidden(tokens))
-
-    def last_logits(self, tokens: Tensor) -> Tensor:
-        """Read ``tokens [B,T]``; logits ``[B,V]`` after the last."""
-        return output_logits(self.model, self.hidden(tokens)[:, -1])
-
-    def rollback(self, tokens: int | Tensor) -> None:
-        """Forget the newest tokens, one number or one per row; generated ones only."""
-        self.cache.rollback(tokens)
 
 
 @dataclass

@@ -29,7 +29,7 @@ class _Current:
 
 @torch.library.custom_op("masw_bench::attend", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float) -> Tensor:
-    return _Current.memory.attend(_Current.modules[layer], q, k, v, scale, None).clone()  # type: ignore[no-any-return]
+    return _Current.memory.attend(_Current.modules[layer], q, k, v, scale, None).clone()
 
 
 @_attend.register_fake
@@ -58,7 +58,7 @@ def compiled_backbone(model: PreTrainedModel, freezing: bool, backend: str) -> I
 
     def forward(embeds: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         output = base(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
-        return output.last_hidden_state  # type: ignore[no-any-return]
+        return output.last_hidden_state
 
     torch._dynamo.reset()
     graph: Callable[..., Tensor] = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
