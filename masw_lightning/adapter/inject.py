@@ -23,6 +23,7 @@ from masw_lightning.adapter.mirror import (
     make_mirror,
 )
 from masw_lightning.attention.interface import attention_modules, output_logits, run_backbone, text_config
+from masw_lightning.attention.rowwise import mlp_rows_in_cache
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
 from masw_lightning.cache.compact import CompactCache
 from masw_lightning.errors import UserError
@@ -146,7 +147,8 @@ class MemoryDraft(nn.Module):
     @torch.no_grad()
     def full_hidden_states(self, input_ids: Tensor) -> Tensor:
         """``[B,n] -> [B,n,h]`` of the untouched backbone with full attention: the teacher."""
-        return cast(Tensor, self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
+        with mlp_rows_in_cache(self.model.base_model, input_ids.shape[1], input_ids.device):
+            return cast(Tensor, self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
 
     @torch.no_grad()
     def window_hidden_states(self, input_ids: Tensor) -> Tensor:

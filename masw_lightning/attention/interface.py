@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from masw_lightning.attention.rowwise import mlp_rows_in_cache
 from masw_lightning.errors import UserError
 
 ATTENTION_NAME = "masw"
@@ -93,7 +94,8 @@ def run_backbone(
     # A ready 4-D mask keeps transformers from building an L x L one (and from reading jumping positions as packed
     # sequences). The memory ignores it.
     no_mask = inputs_embeds.new_zeros(1, 1, 1, 1)
-    with memory_attention(text_config(model)):
+    rows = mlp_rows_in_cache(model.base_model, inputs_embeds.shape[1], inputs_embeds.device)
+    with memory_attention(text_config(model)), rows:
         output = model.base_model(
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
