@@ -33,6 +33,7 @@ COLUMNS: tuple[Column, ...] = (
     ("tokens", "tokens", ",d"),
     ("tokens/s", "tokens_per_s", ",.0f"),
     ("minutes", "minutes", ".1f"),
+    ("validated at", "validated_at", ",d"),
     ("loss", "loss", ".3f"),
     ("window's", "loss_window", ".3f"),
     ("full attention's", "loss_full", ".3f"),
@@ -87,6 +88,7 @@ class Run:
         for tag, values in self.scalars.items():
             if tag.startswith("val/"):
                 row[tag.removeprefix("val/")] = values[max(values)]
+                row["validated_at"] = max(values)
         return row
 
     def line(self, key: str, label: str, style: str = "") -> Line:

@@ -245,6 +245,15 @@ def test_a_shipped_grid_is_read(name: str) -> None:
         assert [t.prefixes for t in given.targets] == [[8192, 16384, 24576, 32768]] * 2
         assert [d.name for d in given.drafts] == ["3B", "8B"] and "Not run on a GPU" in (given.remark or "")
     else:
-        positions = [8192, int(8192 * given.targets[1].backbone.rope_factor)]
-        for target, most in zip(given.targets, positions, strict=True):
-            assert max(target.prefixes) + given.limit(None) <= most
+        check_room(given)
+
+
+def test_the_shipped_grid_of_16k_is_read() -> None:
+    given = grid.read_grid(ROOT / "configs" / "table1" / "cpu_smollm2_16k.yaml", Path("elsewhere"))
+    assert [target.prefixes for target in given.targets] == [[16384]]
+    check_room(given)
+
+
+def check_room(given: Any) -> None:
+    for target in given.targets:
+        assert max(target.prefixes) + given.limit(None) <= int(8192 * target.backbone.rope_factor)
