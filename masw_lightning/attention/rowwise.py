@@ -1,4 +1,4 @@
-"""MLPs of long forwards on the CPU, a few hundred rows at a time, so that what lies between their layers stays cached.
+"""MLPs of long prefills on the CPU, a few hundred rows at a time, so that what lies between their layers stays cached.
 
 An MLP treats every row alone, so cutting changes nothing but rounding. It is the larger half of a forward's products,
 and 8,192 rows at once write and read hundreds of megabytes between them (``docs/results/speed_notes.md``). Nothing is
@@ -23,10 +23,11 @@ def mlp_rows_in_cache(model: nn.Module, rows: int, device: torch.device) -> Iter
     """Inside the block, every gated MLP of ``model`` works on few rows at a time.
 
     Args:
-        rows: T of the forward to come.  device: of its rows. Short forwards and other devices are left alone.
+        rows: T of the forward to come.  device: of its rows. Short forwards and other devices are left alone, and so is
+            training: gradient checkpointing replays a layer outside the block and expects what it saw inside.
     """
     found = []
-    if device.type == "cpu" and rows >= 2 * FEWEST:
+    if device.type == "cpu" and rows >= 2 * FEWEST and not torch.is_grad_enabled():
         found = [m for m in model.modules() if all(isinstance(getattr(m, p, None), nn.Linear) for p in PARTS)]
     try:
         for module in found:

@@ -1,12 +1,14 @@
-"""MLPs in parts: the same numbers, the same gradients, and a model that is left as it was."""
+"""MLPs in parts: the same numbers, and a model that is left as it was."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from masw_lightning import MemoryLayout, attach_memory
 from masw_lightning.attention import rowwise
 from masw_lightning.attention.rowwise import mlp_rows_in_cache
+from masw_lightning.modules.modes import checkpoint_activations
 
 CPU = torch.device("cpu")
 
@@ -23,21 +25,33 @@ def mlps(model: nn.Module) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("t", [512, 700, 1025])
-def test_outputs_and_gradients_are_the_same(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, t: int) -> None:
+@torch.no_grad()
+def test_outputs_are_the_same(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, t: int) -> None:
     monkeypatch.setattr(rowwise, "BYTES", 0)  # so few bytes that only FEWEST counts
-    x = torch.randn(2, t, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, t, 16, dtype=torch.float64)
     expected = model.model.layers[0].mlp(x)
-    (gradient,) = torch.autograd.grad(expected.sum(), x)
     seen: list[int] = []
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     with mlp_rows_in_cache(model, t, CPU):
         found = model.model.layers[0].mlp(x)
-    (again,) = torch.autograd.grad(found.sum(), x)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(again, gradient)
     assert len(seen) == -(-t // rowwise.FEWEST) and sum(seen) == t and max(seen) == rowwise.FEWEST
 
 
+def test_training_is_left_alone(model: LlamaForCausalLM) -> None:
+    with mlp_rows_in_cache(model, 4096, CPU):
+        assert not any("forward" in mlp.__dict__ for mlp in mlps(model))
+
+
+def test_a_long_text_trains_under_gradient_checkpointing(model: LlamaForCausalLM) -> None:
+    # a replayed layer must save what the first forward saved
+    draft = attach_memory(model, MemoryLayout(8, 8, 4), writer="token")
+    checkpoint_activations(model, True)
+    draft(torch.randint(1, 64, (1, 700))).logits.sum().backward()
+    assert all(p.grad is not None for p in draft.adapter_parameters())
+
+
+@torch.no_grad()
 def test_the_model_is_left_as_it_was(model: LlamaForCausalLM) -> None:
     def fail() -> None:
         with mlp_rows_in_cache(model, 4096, CPU):
@@ -49,6 +63,7 @@ def test_the_model_is_left_as_it_was(model: LlamaForCausalLM) -> None:
     assert not any("forward" in mlp.__dict__ for mlp in mlps(model))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("rows", "device"), [(2 * rowwise.FEWEST - 1, CPU), (4096, torch.device("meta"))])
 def test_short_forwards_and_other_devices_are_left_alone(
     model: LlamaForCausalLM, rows: int, device: torch.device
