@@ -75,7 +75,8 @@ class TargetResult:
 
 
 def run_grid(bench: Bench, grid: Grid, folder: Path, publish: Callable[[list[TargetResult]], None]) -> None:
-    """All targets, one after the other; `publish` is called with all results now and then, and when a target is done.
+    """All targets, one after the other; `publish` is called with all results now and then, when a target is done, and
+    when the run is interrupted.
 
     Args:
         folder: receives one folder with `predictions.jsonl` per target.
@@ -170,6 +171,10 @@ def _run_target(
                 publish(results)
                 published = time.monotonic()
         publish(results)
+    except KeyboardInterrupt:
+        if results and results[-1].target is target and results[-1].records:
+            publish(results)
+        raise
     finally:
         line.detach()
 
