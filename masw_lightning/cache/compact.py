@@ -165,6 +165,5 @@ class CompactCache(KVCache):
         if self.writer == "slot" and slots.shape[1]:
             q = slots[:, :, None]
             rows = torch.cat((valid & layout.slot_sees_raw(q, held[:, None]), layout.slot_sees_slot(q, number)), -1)
-            rows[..., 0] |= q[..., 0] < 0  # an unused row looks at one cell, so that its softmax stays finite
             keep = torch.cat((keep, rows), 1)
         return torch.zeros(keep.shape).masked_fill_(~keep, MASKED)[:, None]
