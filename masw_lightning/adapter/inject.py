@@ -30,6 +30,7 @@ from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout, Writer, check_writer
 
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
+SlotInput = Literal["learned", "repeat"]
 
 
 class TeacherForcedMemory:
@@ -79,12 +80,14 @@ class MemoryDraft(nn.Module):
         mirror: tuple[Projection, ...],
         init: Literal["copy", "random"],
         train_slot_embedding: bool,
+        slot_input: SlotInput,
         seed: int,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.model = model
         self.layout, self.writer, self.mirror = layout.resolve(writer), writer, mirror
+        self.slot_input = slot_input
         self.trained_length: int | None = None
         generator = torch.Generator().manual_seed(seed)
         std = float(getattr(text_config(model), "initializer_range", 0.02))
@@ -96,6 +99,8 @@ class MemoryDraft(nn.Module):
         self.mirrors = nn.ModuleList(LayerMirrors(m, writer) for m in layers)
         if writer == "slot":
             weight = eos_embedding(model).to(dtype or model.dtype)
+            if slot_input == "repeat":  # added to the repeated token's embedding
+                weight = torch.zeros_like(weight)
             self.slot_embedding = nn.Parameter(weight, requires_grad=train_slot_embedding)
         self._frozen = [(p, p.requires_grad) for p in model.parameters()]
         model.requires_grad_(False)
@@ -118,17 +123,17 @@ class MemoryDraft(nn.Module):
         check_ids(input_ids)
         if not self._handles:
             raise UserError("this memory was detached from its backbone: attach or load it again.")
-        b, n = input_ids.shape
+        n = input_ids.shape[1]
         m, device = self.layout.num_slots(n), input_ids.device
         embeds = self.embed(input_ids)
         positions = torch.arange(n, device=device)
         rows = SlotRows(n, m)
+        boundaries = torch.tensor(self.layout.boundaries(n), dtype=torch.long, device=device)
         if self.writer == "token":
-            rows.written = torch.tensor(self.layout.slot_positions(n, "token"), dtype=torch.long, device=device)
+            rows.written = boundaries - 1
         else:
-            embeds = torch.cat((embeds, self.slot_rows(b, m, embeds)), 1)
-            slots = torch.tensor(self.layout.slot_positions(n), dtype=torch.long, device=device)
-            positions = torch.cat((positions, slots))
+            slots, at = self.slot_rows(input_ids[:, boundaries - 1], boundaries)
+            embeds, positions = torch.cat((embeds, slots), 1), torch.cat((positions, at))
         plan = make_plan(self.layout, self.writer, n, embeds.dtype, device)
         memory = TeacherForcedMemory(plan, rows, self, cache)
         hidden = run_backbone(model or self.model, embeds, positions[None], memory)[:, :n]
@@ -159,9 +164,20 @@ class MemoryDraft(nn.Module):
         """``[B,n] -> [B,n,h]``, with the family's own scaling."""
         return cast(Tensor, self.model.get_input_embeddings()(input_ids))
 
-    def slot_rows(self, b: int, m: int, like: Tensor) -> Tensor:
-        """Input rows ``[B,M,h]`` of ``m`` slots (slot writer)."""
-        return self.slot_embedding.to(like.dtype).to(like.device).expand(b, m, -1)
+    def slot_rows(self, last_tokens: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of slots (slot writer) and their RoPE positions.
+
+        Args:
+            last_tokens: ``[B,P]``, the last raw token of each slot's group, at position ``b_k - 1``.
+            boundaries: ``b_k``, ``[P]`` or ``[B,P]``.
+
+        Returns:
+            input rows ``[B,P,h]``, positions in the shape of ``boundaries``: the learned vector at ``b_k``, or the
+            repeated token plus that vector at ``b_k - 1``.
+        """
+        tokens = self.embed(last_tokens)
+        own = self.slot_embedding.to(tokens)
+        return (own.expand_as(tokens), boundaries) if self.slot_input == "learned" else (tokens + own, boundaries - 1)
 
     # ---- what is ours --------------------------------------------------------------------------------------------
     def adapter_state_dict(self) -> dict[str, Tensor]:
@@ -252,6 +268,7 @@ def attach_memory(
     mirror: tuple[Projection, ...] = ("k", "v"),
     init: Literal["copy", "random"] = "copy",
     train_slot_embedding: bool = True,
+    slot_input: SlotInput = "learned",
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> MemoryDraft:
@@ -263,7 +280,10 @@ def attach_memory(
             writes its slot beside its own keys and values.
         mirror: projections the slots get their own trainable copy of; the token writer takes ``k`` and ``v`` only.
         init: exact copies, or N(0, initializer_range) drawn from ``seed`` (for the ablation).
-        train_slot_embedding: whether the slot's input vector, which starts as the EOS embedding, is trained.
+        train_slot_embedding: whether the slot's own input vector is trained.
+        slot_input: what a slot row is given (slot writer). ``"learned"``: one vector for all slots, started from the
+            EOS embedding, at position ``b_k``. ``"repeat"``: the last token of its group once more, at that token's
+            position ``b_k - 1``, plus one vector that starts at zero: copied mirrors begin near a strided raw cache.
         dtype: of the memory's weights; default the model's. Train a bfloat16 backbone's mirrors in float32.
 
     Raises:
@@ -274,6 +294,10 @@ def attach_memory(
         raise UserError("a memory needs slots, but the layout has ratio=null: use SlidingWindowDraft for a window.")
     if init not in ("copy", "random"):
         raise UserError(f"init={init!r} is unknown: use 'copy' or 'random'.")
+    if slot_input not in ("learned", "repeat"):
+        raise UserError(f"slot_input={slot_input!r} is unknown: use 'learned' or 'repeat'.")
+    if writer == "token" and slot_input != "learned":
+        raise UserError(f"slot_input={slot_input!r} with writer='token', which has no slot rows: use writer='slot'.")
     mirror = tuple(mirror)
     if not mirror or len(set(mirror)) != len(mirror) or any(p not in PROJECTIONS for p in mirror):
         raise UserError(f"mirror={list(mirror)} is not a choice of q, k, v, o, each at most once.")
@@ -282,4 +306,4 @@ def attach_memory(
             raise UserError(f"mirror={list(mirror)} with writer='token': its slots have keys and values only (k, v).")
         for attention in attention_modules(model):
             check_token_writer(attention)
-    return MemoryDraft(model, layout, writer, mirror, init, train_slot_embedding, seed, dtype)
+    return MemoryDraft(model, layout, writer, mirror, init, train_slot_embedding, slot_input, seed, dtype)

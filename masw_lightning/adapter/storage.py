@@ -65,6 +65,7 @@ def describe(draft: MemoryDraft, trained_length: int | None = None, base: str | 
         "layout": asdict(draft.layout),
         "writer": draft.writer,
         "mirror": list(draft.mirror),
+        "slot_input": draft.slot_input,
         "base": describe_base(draft.model, base),
         "trained_length": trained_length or draft.trained_length,
         "versions": {"torch": str(torch.__version__), "transformers": transformers_version},
@@ -141,7 +142,8 @@ def attach_stored(
     """
     check_base(model, record["base"], where)
     layout = MemoryLayout(**record["layout"])
-    draft = attach_memory(model, layout, record["writer"], tuple(record["mirror"]), dtype=dtype)
+    slot_input = record.get("slot_input", "learned")  # not in the first records
+    draft = attach_memory(model, layout, record["writer"], tuple(record["mirror"]), slot_input=slot_input, dtype=dtype)
     try:
         draft.load_adapter_state_dict(state)
     except UserError as error:

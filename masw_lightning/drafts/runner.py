@@ -147,8 +147,9 @@ class MemoryRunner(CachedModel[CompactCache]):
         if slots.shape[1]:
             rows.slots = slots.shape[1]
             if self.memory is not None and self.memory.writer == "slot":
-                embeds = torch.cat((embeds, self.memory.slot_rows(b, slots.shape[1], embeds)), 1)
-                positions = torch.cat((positions, self.cache.layout.boundary(slots)), 1)
+                last = tokens.gather(1, completing.expand(b, -1))
+                slot_rows, at = self.memory.slot_rows(last, self.cache.layout.boundary(slots))
+                embeds, positions = torch.cat((embeds, slot_rows), 1), torch.cat((positions, at), 1)
             else:
                 rows.written = completing
         hidden = run_backbone(self.model, embeds, positions, _Step(self.cache, rows, self.memory))

@@ -33,6 +33,7 @@ from masw_lightning.adapter.inject import attach_memory
 from masw_lightning.attention.interface import output_logits
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
+from masw_lightning.modules.allocator import return_freed_blocks
 from masw_lightning.modules.checkpointed import CheckpointedAdapter
 from masw_lightning.modules.losses import distillation_loss, next_token_loss
 from masw_lightning.modules.modes import checkpoint_activations
@@ -135,6 +136,7 @@ class MemoryModule(CheckpointedAdapter):
             mirror=self.adapter.mirror,
             init=self.adapter.init,
             train_slot_embedding=self.adapter.train_slot_embedding,
+            slot_input=self.adapter.slot_input,
             seed=self.adapter.seed,
             dtype=torch.float32 if fitting else None,  # AdamW's small steps would be lost in bfloat16 mirrors
         )
@@ -210,6 +212,8 @@ class MemoryModule(CheckpointedAdapter):
         """Sets the modes on purpose: Lightning leaves a loaded backbone in eval mode, which turns checkpointing off."""
         self._check_start()
         self.draft.eval()
+        if self.device.type == "cpu":
+            return_freed_blocks()
         if self.gradient_checkpointing:
             checkpoint_activations(self.draft.model, True)
         ours = sum(p.numel() for p in self.draft.adapter_parameters())

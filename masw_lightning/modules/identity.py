@@ -27,8 +27,9 @@ def check_fits(draft: MemoryDraft, record: dict[str, Any], where: str) -> None:
         UserError: layout, writer, mirrors or base model differ.
     """
     check_is_memory(record, where)
-    for key, ours in (("writer", draft.writer), ("mirror", sorted(draft.mirror))):
-        theirs = sorted(record[key]) if key == "mirror" else record[key]
+    stored = {"slot_input": "learned", **record, "mirror": sorted(record["mirror"])}  # not in the first records
+    for key, ours in (("writer", draft.writer), ("mirror", sorted(draft.mirror)), ("slot_input", draft.slot_input)):
+        theirs = stored[key]
         if theirs != ours:
             raise UserError(
                 f"{where} was trained with adapter {key}={theirs}, and this run asks for {key}={ours}: "

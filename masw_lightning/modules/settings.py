@@ -15,7 +15,9 @@ class AdapterConfig:
             writes its slot).
         mirror: projections of slot rows that get a trainable copy; the paper's are k and v.
         init: mirrors start as copies of the frozen projections, or at random (for the ablation).
-        train_slot_embedding: whether the slot rows' input embedding is trained (slot writer only).
+        train_slot_embedding: whether the slot rows' own input vector is trained (slot writer only).
+        slot_input: a slot row starts from one ``"learned"`` vector at its boundary, or as a ``"repeat"`` of its group's
+            last token at that token's place, plus such a vector (slot writer only).
         seed: seed of random mirrors.
     """
 
@@ -23,6 +25,7 @@ class AdapterConfig:
     mirror: tuple[Literal["q", "k", "v", "o"], ...] = ("k", "v")
     init: Literal["copy", "random"] = "copy"
     train_slot_embedding: bool = True
+    slot_input: Literal["learned", "repeat"] = "learned"
     seed: int = 0
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from masw_lightning import MemoryLayout, UserError, attach_memory
+from masw_lightning.adapter.mirror import SlotRows
 from masw_lightning.attention.dense import dense_attention
 from masw_lightning.attention.interface import run_backbone
 
@@ -30,15 +31,13 @@ class DenseMemory:
 
 def dense_logits(draft, input_ids):
     """``draft(input_ids).logits`` by the dense definition."""
-    from masw_lightning.adapter.mirror import SlotRows
-
-    b, n = input_ids.shape
+    n = input_ids.shape[1]
     m = draft.layout.num_slots(n)
     rows, embeds, positions = SlotRows(n, m), draft.embed(input_ids), torch.arange(n)
     slots = torch.tensor(draft.layout.slot_positions(n, draft.writer), dtype=torch.long)
     if draft.writer == "slot":
-        embeds = torch.cat((embeds, draft.slot_rows(b, m, embeds)), 1)
-        positions = torch.cat((positions, slots))
+        rows_, at = draft.slot_rows(input_ids[:, slots - 1], slots)
+        embeds, positions = torch.cat((embeds, rows_), 1), torch.cat((positions, at))
     else:
         rows.written = slots
     hidden = run_backbone(draft.model, embeds, positions[None], DenseMemory(draft, n, rows))
@@ -50,11 +49,12 @@ def nothing(draft):
     return sum(p.sum() * 0 for p in draft.adapter_parameters())
 
 
-@pytest.mark.parametrize("writer", ["slot", "token"])
+@pytest.mark.parametrize(("writer", "slot_input"), [("slot", "learned"), ("slot", "repeat"), ("token", "learned")])
 @pytest.mark.parametrize("visibility", ["written", "evicted"])
-def test_model_forward_and_gradients_equal_the_dense_definition(build_model, writer, visibility):
+def test_model_forward_and_gradients_equal_the_dense_definition(build_model, writer, slot_input, visibility):
     model = build_model().double()
-    draft = attach_memory(model, MemoryLayout(3, 6, 3, visibility=visibility), writer=writer)
+    layout = MemoryLayout(3, 6, 3, visibility=visibility)
+    draft = attach_memory(model, layout, writer=writer, slot_input=slot_input)
     for n in (1, 2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 50):
         x = ids(n, seed=n)
         fast, slow = draft(x).logits, dense_logits(draft, x)
@@ -101,6 +101,29 @@ def test_token_writer_with_copied_mirrors_is_a_strided_raw_cache(build_model, fa
     with torch.no_grad():
         expected = draft.logits(run_backbone(model, draft.embed(x), torch.arange(n)[None], Strided()))
         torch.testing.assert_close(draft(x).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_slot_that_repeats_its_token_starts_as_that_token(build_model, family):
+    """Before any training the first layer's slots are the raw keys and values of tokens ``b_k - 1``."""
+    model = build_model(family)
+    draft = attach_memory(model, LAYOUT, slot_input="repeat")
+    seen = {}
+
+    class Watch(DenseMemory):
+        def attend(self, module, q, k, v, scale, sliding_window):
+            seen.setdefault("k", k)
+            seen.setdefault("v", v)
+            return super().attend(module, q, k, v, scale, sliding_window)
+
+    n, x = 41, ids(41)
+    boundaries = torch.tensor(LAYOUT.boundaries(n))
+    rows, at = draft.slot_rows(x[:, boundaries - 1], boundaries)
+    assert at.tolist() == [b - 1 for b in LAYOUT.boundaries(n)]
+    embeds, positions = torch.cat((draft.embed(x), rows), 1), torch.cat((torch.arange(n), at))
+    with torch.no_grad():
+        run_backbone(model, embeds, positions[None], Watch(draft, n, SlotRows(n, len(at))))
+    for x in seen.values():
+        torch.testing.assert_close(x[:, :, n:], x[:, :, at], atol=1e-6, rtol=0)
 
 
 def test_only_the_memory_is_trained(build_model, family):
@@ -200,6 +223,8 @@ def test_random_init_differs_and_repeats(build_model):
         ({"writer": "both"}, "writer='both'"),
         ({"init": "zeros"}, "init='zeros'"),
         ({"mirror": ("k", "x")}, "mirror="),
+        ({"slot_input": "copy"}, "slot_input='copy'"),
+        ({"slot_input": "repeat", "writer": "token"}, "no slot rows"),
         ({"mirror": ()}, "mirror="),
         ({"writer": "token", "mirror": ("q", "k", "v")}, "keys and values only"),
     ],

@@ -12,10 +12,10 @@ LAYOUT = MemoryLayout(3, 6, 3)
 IDS = torch.arange(90).view(2, 45) % 61
 
 
-@pytest.mark.parametrize("writer", ["slot", "token"])
-def test_round_trip(build_model, family, writer, tmp_path):
+@pytest.mark.parametrize(("writer", "slot_input"), [("slot", "learned"), ("slot", "repeat"), ("token", "learned")])
+def test_round_trip(build_model, family, writer, slot_input, tmp_path):
     model = build_model(family)
-    draft = attach_memory(model, LAYOUT, writer, init="random", seed=5)
+    draft = attach_memory(model, LAYOUT, writer, init="random", slot_input=slot_input, seed=5)
     logits = draft(IDS).logits
     draft.save_pretrained(tmp_path, trained_length=45, base="a/base")
     names = load_file(tmp_path / "masw.safetensors").keys()
@@ -26,6 +26,10 @@ def test_round_trip(build_model, family, writer, tmp_path):
     assert (loaded.layout, loaded.writer, loaded.trained_length) == (draft.layout, writer, 45)
     record = json.loads((tmp_path / "masw_config.json").read_text())
     assert record["base"]["name"] == "a/base" and record["layout"]["ratio"] == 3 and "torch" in record["versions"]
+    assert loaded.slot_input == record.pop("slot_input") == slot_input
+    (tmp_path / "masw_config.json").write_text(json.dumps(record))  # the first records did not name it
+    loaded.detach()
+    assert load_memory(model, tmp_path).slot_input == "learned"
 
 
 def saved(build_model, tmp_path, **kwargs):

@@ -43,22 +43,23 @@ def random_walk(runner, source, layout, vocab, batch, prompt, steps, seed, width
     return worst
 
 
-@pytest.mark.parametrize("writer", ["slot", "token"])
+@pytest.mark.parametrize(("writer", "slot_input"), [("slot", "learned"), ("slot", "repeat"), ("token", "learned")])
 @pytest.mark.parametrize("visibility", ["written", "evicted"])
-def test_compact_memory(build_model, writer, visibility):
+def test_compact_memory(build_model, writer, slot_input, visibility):
     model = build_model("llama")
     for case, (s, w, r) in enumerate(LAYOUTS):
         layout = MemoryLayout(s, w, r, visibility=visibility)
-        draft = attach_memory(model, layout, writer=writer, init="random", seed=case)
+        draft = attach_memory(model, layout, writer=writer, init="random", slot_input=slot_input, seed=case)
         for prompt in (1, s, s + 1, s + w, s + w + r, 40):
             runner = MemoryRunner(draft, None, batch=2, max_tokens=prompt + 90)
             assert random_walk(runner, draft, draft.layout, 61, 2, prompt, 8, seed=prompt) < 2e-4
         draft.detach()
 
 
-@pytest.mark.parametrize("writer", ["slot", "token"])
-def test_every_family(build_model, family, writer):
-    draft = attach_memory(build_model(family), MemoryLayout(3, 6, 3), writer=writer, init="random")
+@pytest.mark.parametrize(("writer", "slot_input"), [("slot", "learned"), ("slot", "repeat"), ("token", "learned")])
+def test_every_family(build_model, family, writer, slot_input):
+    layout = MemoryLayout(3, 6, 3)
+    draft = attach_memory(build_model(family), layout, writer=writer, init="random", slot_input=slot_input)
     runner = MemoryRunner(draft, None, batch=3, max_tokens=130)
     assert random_walk(runner, draft, draft.layout, 61, 3, 21, 12, seed=1) < 2e-4
 

@@ -23,6 +23,7 @@ TABLE = {
     "swa": lambda target, other: SlidingWindowDraft(other, window=5),
     "matched": lambda target, other: SlidingWindowDraft(other, match=LAYOUT),
     "slot": lambda target, other: MemorySlotDraft(attach_memory(other, LAYOUT, init="random")),
+    "slot, repeat": lambda target, other: MemorySlotDraft(attach_memory(target, LAYOUT, slot_input="repeat")),
     "token": lambda target, other: MemorySlotDraft(attach_memory(target, LAYOUT, writer="token")),
     "snapkv": lambda target, other: SnapKVDraft(other, budget=7, window=3, kernel=3),
     "snapkv, max, per query head": lambda target, other: SnapKVDraft(target, 7, 3, 3, "max", True),

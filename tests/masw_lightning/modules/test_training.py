@@ -350,6 +350,10 @@ def resume_with(pretrained: Path, tmp_path: Path, built: MemoryModule, name: Pat
         ({"memory": MemoryLayout(4, 8, 3)}, "memory window=6, and this run asks for window=8"),
         ({"memory": MemoryLayout(4, 6, 3, visibility="evicted")}, "visibility=written"),
         ({"adapter": AdapterConfig(writer="token")}, "writer=slot, and this run asks for writer=token"),
+        (
+            {"adapter": AdapterConfig(slot_input="repeat")},
+            "slot_input=learned, .* slot_input=repeat",
+        ),
         ({"adapter": AdapterConfig(mirror=("v",))}, r"mirror=\['k', 'v'\], and this run asks for mirror=\['v'\]"),
     ],
 )
