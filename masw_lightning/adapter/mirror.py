@@ -142,7 +142,9 @@ class LayerMirrors(nn.Module):
         route = self._route
         if route.rows is None:
             return None
-        raw, route.slot_inputs = args[0][:, : route.rows.raw], args[0][:, route.rows.raw :]
+        x, n = args[0], route.rows.raw
+        # With one text, rows [T,h] of one matrix: a slice of [1,T,h] would go through a slower product.
+        raw, route.slot_inputs = (x[0, :n][None], x[0, n:][None]) if len(x) == 1 else (x[:, :n], x[:, n:])
         return (raw, *args[1:])
 
     def _joiner(self, mirror: MirrorLinear) -> Any:

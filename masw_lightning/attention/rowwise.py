@@ -45,8 +45,9 @@ def _rows(module: nn.Module) -> int:
 
 def _in_parts(forward: Callable[[Tensor], Tensor], rows: int) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
-        if x.dim() != 3 or x.shape[1] <= rows:
+        if x.dim() != 3 or x.shape[:2].numel() <= rows:
             return forward(x)
-        return torch.cat([forward(part) for part in x.split(rows, 1)], 1)
+        parts = x.flatten(0, 1).split(rows)  # of one [BT,h]: a slice of [B,T,h] would go through a slower product
+        return torch.cat([forward(part[None]) for part in parts], 1).view_as(x)
 
     return run

@@ -15,7 +15,7 @@ Cost ``O(n (S + W + c) + n^2 / 2r)``. Knows no adapter, model or cache.
 Shapes: B batch, n raw rows, M slots, H query heads, G KV heads, D head dim. Rows: raw ``0..n-1``, then slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Part:
     ``blocks``: 1 = the rows as they are; else the rows are padded and cut into that many blocks of ``rows_per_block``.
     ``fold``: runs of that many consecutive rows go to the head axis. At most one of the two is used.
     Keys are ``[key_start, key_stop)`` of the raw or slot keys; with blocks, block ``i`` sees ``span`` keys from
-    ``key_start + i * key_step``.
+    ``key_start + i * key_step``. ``first``: no earlier part has these rows.
     """
 
     start: int
@@ -48,6 +48,7 @@ class Part:
     span: int = 0
     key_step: int = 0
     fold: int = 1
+    first: bool = False
 
     def rows(self, x: Tensor) -> Tensor:
         """``[B,H,T,X] ->`` this part's rows in the kernel's shape (``[B*blocks,H,c,X]`` or ``[B,H*fold,runs,X]``)."""
@@ -151,7 +152,16 @@ def make_plan(
             behind = layout.eviction_slots
             if m > behind:
                 parts.append(Part(n + behind, n + m, True, 0, m - behind, causal=True))
-    return Plan(n, m, slot_rows, tuple(parts))
+    return Plan(n, m, slot_rows, tuple(mark_first(parts)))
+
+
+def mark_first(parts: list[Part]) -> list[Part]:
+    """Mark the parts whose rows no earlier part has. Such parts cover all rows, one each."""
+    marked: list[Part] = []
+    for part in parts:
+        seen = any(p.start < part.stop and part.start < p.stop for p in marked)
+        marked.append(replace(part, first=not seen))
+    return marked
 
 
 class _Merged(torch.autograd.Function):
@@ -159,19 +169,22 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, shape: tuple[int, ...], scale: float, *tensors: Tensor) -> Tensor:
-        b, h, t, _d = shape
+        b, h, t, d = shape
         q0 = tensors[0]
-        out = q0.new_zeros(shape, dtype=torch.promote_types(q0.dtype, torch.float32))
-        lse = out.new_full((b, h, t), float("-inf"))
+        dtype = torch.promote_types(q0.dtype, torch.float32)
+        out = q0.new_empty((b, t, h, d), dtype=dtype).transpose(1, 2)  # the layout of the kernels' outputs
+        lse = q0.new_empty((b, h, t), dtype=dtype)
         for part, q, k, v in zip(plan.parts, tensors[::3], tensors[1::3], tensors[2::3], strict=True):
             o, part_lse = attend(q, k, v, scale=scale, causal=part.causal, bias=part.bias)
-            o = part.unrows(o, b, h)
+            o = part.unrows(o, b, h).to(dtype)
             part_lse = part.unrows(part_lse.unsqueeze(-1), b, h).squeeze(-1)
             rows = slice(part.start, part.stop)
-            total = torch.logaddexp(lse[:, :, rows], part_lse)
-            out[:, :, rows] *= (lse[:, :, rows] - total).exp_().unsqueeze(-1)
-            out[:, :, rows] += o * (part_lse - total).exp_().unsqueeze(-1)
-            lse[:, :, rows] = total
+            if part.first:
+                out[:, :, rows], lse[:, :, rows] = o, part_lse
+                continue
+            weight = torch.sigmoid(part_lse - lse[:, :, rows])  # of this part in the joint softmax
+            out[:, :, rows].lerp_(o, weight.unsqueeze(-1))
+            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], part_lse)
         result = out.to(q0.dtype)
         ctx.plan, ctx.scale = plan, scale
         ctx.save_for_backward(result, lse, *tensors)
