@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"training_curves: {error}", file=sys.stderr)
         return 2
-    shown = ["--runs", *(folder.name for folder in chosen.runs), "--out", chosen.out.name]
+    shown = [Path(word).name if Path(word).is_absolute() else word for word in given]
     publish(runs, chosen.out, chosen.title, shlex.join(["python", "scripts/training_curves.py", *shown]))
     print(f"written: {chosen.out / 'README.md'}")
     return 0
