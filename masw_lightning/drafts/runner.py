@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from masw_lightning.adapter.features import HiddenStates
-from masw_lightning.adapter.inject import MemoryDraft, window_hidden_states, written_slots
+from masw_lightning.adapter.inject import MemoryDraft, window_hidden_states
 from masw_lightning.adapter.mirror import SlotRows
 from masw_lightning.adapter.shallow import first_layers
+from masw_lightning.adapter.teacher_forced import written_slots
 from masw_lightning.attention.interface import output_logits, run_backbone
 from masw_lightning.cache.base import KVCache, KVShape
 from masw_lightning.cache.compact import CompactCache
