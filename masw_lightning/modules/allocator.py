@@ -1,22 +1,38 @@
-"""Giving freed memory back to the system while training on a CPU. Knows the C library's allocator, nothing of models.
+"""Giving freed memory back to the system between the layers of a training step on a CPU. Knows no memory, no data.
 
-glibc keeps freed blocks of up to 32 MiB in a heap, a limit it raises by itself. A training step makes and frees tensors
-of many sizes around the ones it has to keep, so that heap fills with holes: at 8,192 tokens it held almost three times
-what the tensors needed (``docs/results/speed_notes.md``). Blocks that are mapped one by one leave no holes.
+PyTorch asks glibc for aligned blocks, a little more than it uses; small objects settle in the remainders, so a freed
+block often does not fit the next tensor of its size. A step's heap then grows to almost three times what its tensors
+need. Trimming it every few layers keeps it near that, for some percent of the time; mapping every large block by itself
+does the same and costs a third of the time, in page faults (``docs/results/speed_notes.md``).
 """
 
 import ctypes
 import sys
+from typing import Any
+from weakref import WeakKeyDictionary
 
-BLOCK = 1 << 20  # bytes; smaller blocks stay in the heap, where they are fast
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+EVERY = 5  # layers, in the forward pass and again where the backward pass replays them
+
+_handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = WeakKeyDictionary()
 
 
-def return_freed_blocks() -> bool:
-    """Map every block of at least ``BLOCK`` bytes by itself from now on, in the whole process.
+def trim_between_layers(model: nn.Module, layers: list[nn.Module], on: bool) -> None:
+    """Returns the heap's free pages before every fifth of ``layers`` runs with gradients, or ends that.
 
-    Returns:
-        whether this C library can (glibc on Linux); elsewhere nothing is changed.
+    Nothing happens where the C library has no ``malloc_trim`` (it is glibc's).
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, BLOCK))
+    for handle in _handles.pop(model, []):
+        handle.remove()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if not on or trim is None:
+        return
+
+    def before(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            trim(0)
+
+    _handles[model] = [layer.register_forward_pre_hook(before) for layer in layers[::EVERY]]

@@ -33,7 +33,6 @@ from masw_lightning.adapter.inject import attach_memory
 from masw_lightning.attention.interface import output_logits
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
-from masw_lightning.modules.allocator import return_freed_blocks
 from masw_lightning.modules.checkpointed import CheckpointedAdapter
 from masw_lightning.modules.losses import distillation_loss, next_token_loss
 from masw_lightning.modules.modes import checkpoint_activations
@@ -212,8 +211,6 @@ class MemoryModule(CheckpointedAdapter):
         """Sets the modes on purpose: Lightning leaves a loaded backbone in eval mode, which turns checkpointing off."""
         self._check_start()
         self.draft.eval()
-        if self.device.type == "cpu":
-            return_freed_blocks()
         if self.gradient_checkpointing:
             checkpoint_activations(self.draft.model, True)
         ours = sum(p.numel() for p in self.draft.adapter_parameters())

@@ -17,7 +17,6 @@ from masw_lightning.adapter.backbone import Backbone, load_backbone
 from masw_lightning.adapter.eagle_head import Eagle3Head, EagleHead
 from masw_lightning.adapter.head_storage import EMBEDDINGS, describe_head, published_config
 from masw_lightning.errors import UserError
-from masw_lightning.modules.allocator import return_freed_blocks
 from masw_lightning.modules.attached_head import AttachedHead, Entries, check_same_head, read_head
 from masw_lightning.modules.base import Batch, MemoryModule
 from masw_lightning.modules.head_validation import HeadValidation
@@ -126,8 +125,6 @@ class HeadModule(MemoryModule):
         """Says what is trained."""
         self._check_start()
         self.draft.eval()
-        if self.device.type == "cpu":
-            return_freed_blocks()
         ours = sum(p.numel() for p in self.draft.adapter_parameters())
         frozen = sum(p.numel() for p in self.draft.model.parameters())
         rank_zero_info(f"Training an {self.draft.head.kind} head of {ours:,} parameters on a target of {frozen:,}.")

@@ -19,7 +19,6 @@ from benchkit.timing import Case, Timing, interleaved, peak_of
 from masw_lightning import attach_memory
 from masw_lightning.attention.interface import attention_modules, output_logits
 from masw_lightning.layout import MemoryLayout, Writer
-from masw_lightning.modules.allocator import return_freed_blocks
 from masw_lightning.modules.losses import next_token_loss
 from masw_lightning.modules.modes import checkpoint_activations
 
@@ -56,8 +55,6 @@ def measure_training(
     before = [p.detach().clone() for p in projections]
     memory = attach_memory(model, layout, writer, dtype=torch.float32)
     ours = memory.adapter_parameters()
-    if bench.device.type == "cpu":
-        return_freed_blocks()  # as a training module does
     if checkpoint:
         checkpoint_activations(model, True)
 
