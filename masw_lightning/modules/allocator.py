@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-EVERY = 5  # layers, in the forward pass and again where the backward pass replays them
+EVERY = 3  # layers, in the forward pass and again where the backward pass replays them
 
 _handles: "WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = WeakKeyDictionary()
 
 
 def trim_between_layers(model: nn.Module, layers: list[nn.Module], on: bool) -> None:
-    """Returns the heap's free pages before every fifth of ``layers`` runs with gradients, or ends that.
+    """Returns the heap's free pages before every third of ``layers`` runs with gradients, or ends that.
 
     Nothing happens where the C library has no ``malloc_trim`` (it is glibc's).
     """
