@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from masw_lightning.adapter.mirror import LayerMirrors, Projection, SlotRows, check_token_writer, make_mirror
+from masw_lightning.adapter.mirror import LayerMirrors, Projection, SlotRows, check_token_writer, make_mirror, take_rows
 from masw_lightning.adapter.teacher_forced import TeacherForcedMemory
 from masw_lightning.attention.interface import attention_modules, output_logits, run_backbone, text_config
 from masw_lightning.attention.rowwise import mlp_rows_in_cache
@@ -99,7 +99,7 @@ class MemoryDraft(nn.Module):
         if self.writer == "token":
             rows.written = boundaries - 1
         else:
-            slots, at = self.slot_rows(input_ids[:, boundaries - 1], boundaries)
+            slots, at = self.slot_rows(embeds, boundaries - 1, boundaries)
             embeds, positions = torch.cat((embeds, slots), 1), torch.cat((positions, at))
         plan = make_plan(self.layout, self.writer, n, embeds.dtype, device)
         memory = TeacherForcedMemory(plan, rows, self, cache)
@@ -131,20 +131,22 @@ class MemoryDraft(nn.Module):
         """``[B,n] -> [B,n,h]``, with the family's own scaling."""
         return cast(Tensor, self.model.get_input_embeddings()(input_ids))
 
-    def slot_rows(self, last_tokens: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+    def slot_rows(self, embeds: Tensor, last: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of slots (slot writer) and their RoPE positions.
 
         Args:
-            last_tokens: ``[B,P]``, the last raw token of each slot's group, at position ``b_k - 1``.
-            boundaries: ``b_k``, ``[P]`` or ``[B,P]``.
+            embeds: raw rows ``[B,T,h]`` of this forward.
+            last: which of them is the last token of each slot's group, ``[P]`` or ``[B,P]``.
+            boundaries: ``b_k``, in the shape of ``last``; that token is at position ``b_k - 1``.
 
         Returns:
             input rows ``[B,P,h]``, positions in the shape of ``boundaries``: the learned vector at ``b_k``, or the
             repeated token plus that vector at ``b_k - 1``.
         """
-        tokens = self.embed(last_tokens)
-        own = self.slot_embedding.to(tokens)
-        return (own.expand_as(tokens), boundaries) if self.slot_input == "learned" else (tokens + own, boundaries - 1)
+        own = self.slot_embedding.to(embeds)
+        if self.slot_input == "learned":
+            return own.expand(len(embeds), last.shape[-1], -1), boundaries
+        return take_rows(embeds, last) + own, boundaries - 1
 
     # ---- what is ours --------------------------------------------------------------------------------------------
     def adapter_state_dict(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ which store the same ``describe`` record.
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from masw_lightning.adapter.inject import MemoryDraft, attach_memory
+from masw_lightning.adapter.inject import MemoryDraft, SlotInput, attach_memory
 from masw_lightning.attention.interface import attention_modules, text_config
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
@@ -70,6 +70,11 @@ def describe(draft: MemoryDraft, trained_length: int | None = None, base: str | 
         "trained_length": trained_length or draft.trained_length,
         "versions": {"torch": str(torch.__version__), "transformers": transformers_version},
     }
+
+
+def stored_slot_input(record: dict[str, Any]) -> SlotInput:
+    """A record's ``slot_input``; the first records did not name it."""
+    return cast(SlotInput, record.get("slot_input", "learned"))
 
 
 def save_memory(
@@ -142,8 +147,8 @@ def attach_stored(
     """
     check_base(model, record["base"], where)
     layout = MemoryLayout(**record["layout"])
-    slot_input = record.get("slot_input", "learned")  # not in the first records
-    draft = attach_memory(model, layout, record["writer"], tuple(record["mirror"]), slot_input=slot_input, dtype=dtype)
+    mirror, start = tuple(record["mirror"]), stored_slot_input(record)
+    draft = attach_memory(model, layout, record["writer"], mirror, slot_input=start, dtype=dtype)
     try:
         draft.load_adapter_state_dict(state)
     except UserError as error:

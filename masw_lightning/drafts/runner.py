@@ -141,15 +141,14 @@ class MemoryRunner(CachedModel[CompactCache]):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Read ``tokens [B,T]``, writing the slots they complete; hidden states ``[B,T,h]``."""
-        b, t = tokens.shape
+        t = tokens.shape[1]
         positions, slots, completing = (x.to(tokens.device) for x in self.cache.begin(t))
         embeds = self.model.get_input_embeddings()(tokens)
         rows = SlotRows(t)
         if slots.shape[1]:
             rows.slots = slots.shape[1]
             if self.memory is not None and self.memory.writer == "slot":
-                last = tokens.gather(1, completing.expand(b, -1))
-                slot_rows, at = self.memory.slot_rows(last, self.cache.layout.boundary(slots))
+                slot_rows, at = self.memory.slot_rows(embeds, completing, self.cache.layout.boundary(slots))
                 embeds, positions = torch.cat((embeds, slot_rows), 1), torch.cat((positions, at), 1)
             else:
                 rows.written = completing

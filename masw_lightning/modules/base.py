@@ -56,7 +56,8 @@ class MemoryModule(CheckpointedAdapter):
         schedule: warm-up and cosine.
         validation: how tokens per iteration are measured.
         init_from: adapter weights to start from, a ``.ckpt`` or a folder written by ``save_pretrained``.
-        gradient_checkpointing: keep only each layer's input for the backward pass.
+        gradient_checkpointing: keep only each layer's input for the backward pass; on a CPU, also give freed
+            memory back to the system between layers.
         loss_chunk: tokens whose logits exist at a time.
     """
 

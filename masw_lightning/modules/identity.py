@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from masw_lightning.adapter.inject import MemoryDraft
-from masw_lightning.adapter.storage import check_base, read_record, read_weights
+from masw_lightning.adapter.storage import check_base, read_record, read_weights, stored_slot_input
 from masw_lightning.errors import UserError
 
 RECORD = "masw"  # the key in a checkpoint
@@ -27,9 +27,11 @@ def check_fits(draft: MemoryDraft, record: dict[str, Any], where: str) -> None:
         UserError: layout, writer, mirrors or base model differ.
     """
     check_is_memory(record, where)
-    stored = {"slot_input": "learned", **record, "mirror": sorted(record["mirror"])}  # not in the first records
-    for key, ours in (("writer", draft.writer), ("mirror", sorted(draft.mirror)), ("slot_input", draft.slot_input)):
-        theirs = stored[key]
+    for key, theirs, ours in (
+        ("writer", record["writer"], draft.writer),
+        ("mirror", sorted(record["mirror"]), sorted(draft.mirror)),
+        ("slot_input", stored_slot_input(record), draft.slot_input),
+    ):
         if theirs != ours:
             raise UserError(
                 f"{where} was trained with adapter {key}={theirs}, and this run asks for {key}={ours}: "

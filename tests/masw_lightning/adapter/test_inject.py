@@ -36,7 +36,7 @@ def dense_logits(draft, input_ids):
     rows, embeds, positions = SlotRows(n, m), draft.embed(input_ids), torch.arange(n)
     slots = torch.tensor(draft.layout.slot_positions(n, draft.writer), dtype=torch.long)
     if draft.writer == "slot":
-        rows_, at = draft.slot_rows(input_ids[:, slots - 1], slots)
+        rows_, at = draft.slot_rows(embeds, slots - 1, slots)
         embeds, positions = torch.cat((embeds, rows_), 1), torch.cat((positions, at))
     else:
         rows.written = slots
@@ -117,7 +117,7 @@ def test_a_slot_that_repeats_its_token_starts_as_that_token(build_model, family)
 
     n, x = 41, ids(41)
     boundaries = torch.tensor(LAYOUT.boundaries(n))
-    rows, at = draft.slot_rows(x[:, boundaries - 1], boundaries)
+    rows, at = draft.slot_rows(draft.embed(x), boundaries - 1, boundaries)
     assert at.tolist() == [b - 1 for b in LAYOUT.boundaries(n)]
     embeds, positions = torch.cat((draft.embed(x), rows), 1), torch.cat((torch.arange(n), at))
     with torch.no_grad():
