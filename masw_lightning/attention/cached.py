@@ -1,56 +1,75 @@
 """Attention of a few new tokens over a preallocated cache.
 
 The query heads that share a KV head, and the new tokens, become rows of one matrix per KV head, so keys are read once
-and never repeated. A long run of cells that every row sees is cut into chunks, which keeps all cores busy however few
-KV heads there are, and merged by log-sum-exp. Knows no cache layout: the caller says which cells are visible.
-Shapes: B batch, T new rows, S cells, H query heads, G KV heads, D head dim, N chunks.
+and never repeated. The cells of one sequence are cut into parts, as many as keep all cores busy however few KV heads
+there are, read in one kernel call and merged by log-sum-exp. Knows no cache layout: the caller says which cells are
+visible.
+Shapes: B batch, T new rows, S cells, H query heads, G KV heads, D head dim, N parts of C cells.
 """
 
+from dataclasses import dataclass
+from math import gcd
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from masw_lightning.attention.kernels import attend
 
-CHUNK = 1024  # cells per chunk, at least
+FEWEST = 1024  # cells of a part, at least: below, the merge costs more than an idle core
 MASKED = -1e30  # finite: a row may see nothing of a part, which then weighs nothing
 
 
-def worth_splitting(batch: int, cells: int) -> bool:
-    """Whether a run of ``cells`` that all rows see should be passed as ``free``: long, and one sequence."""
-    return batch == 1 and cells >= 2 * CHUNK
-
-
-def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, free: tuple[int, int] | None = None
-) -> Tensor:
-    """``q [B,H,T,D]`` over cells ``k, v [B,G,S,D]``; ``-> [B,H,T,D]``.
+@dataclass(frozen=True)
+class Reading:
+    """How the layers of one forward read their cells, and who sees which: made by ``plan_reading``.
 
     Args:
-        bias: additive mask ``[B or 1, 1, T, S]`` in ``q``'s dtype, ``MASKED`` where a row may not look; ``None``: every
-            row sees every cell.
-        free: ``(start, stop)``, cells that every row sees, at least two chunks of them (``worth_splitting``). ``bias``
-            then covers the other cells only, ``[1, 1, T, S - (stop - start)]``.
+        parts: N.  size: C, cells of a part.  step: from the start of a part to the next; parts may overlap by a few
+            cells, which ``bias`` hides from the later one.
+        bias: additive mask ``[N, 1, HT/G, C]``, or ``[B or 1, 1, HT/G, S]`` in one part; ``None``: all is visible.
     """
+
+    parts: int
+    size: int
+    step: int
+    bias: Tensor | None
+
+
+def plan_reading(keep: Tensor | None, cells: int, q: Tensor, kv_heads: int) -> Reading:
+    """Cut ``cells`` for queries like ``q [B,H,T,D]``; the layers whose cells and ``q``'s shape agree share the result.
+
+    Args:
+        keep: bool ``[B or 1, T, S]``, True = may look; ``None``: every row sees every cell.
+    """
+    n = _parts(q, cells, kv_heads)
+    size = -(-cells // n)
+    while n > 1 and (cells - size) % (n - 1):
+        size += 1
+    step = (cells - size) // (n - 1) if n > 1 else size
+    if keep is None and n * size == cells:
+        return Reading(n, size, step, None)
+    seen = torch.ones(1, q.shape[2], cells, dtype=torch.bool) if keep is None else keep
+    if n > 1:
+        seen = seen[0].unfold(-1, size, step).transpose(0, 1).clone()  # [N,T,C]
+        seen[1:, :, : size - step] = False
+    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, MASKED)
+    return Reading(n, size, step, bias.repeat(1, q.shape[1] // kv_heads, 1)[:, None].to(q.device))
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, reading: Reading, scale: float) -> Tensor:
+    """``q [B,H,T,D]`` over cells ``k, v [B,G,S,D]``; ``-> [B,H,T,D]``."""
     b, h, t, d = q.shape
-    group = h // k.shape[1]
-    rows = q.reshape(b, k.shape[1], group * t, d)
-    if bias is not None:
-        bias = bias[:, :, None].expand(-1, -1, group, -1, -1).reshape(bias.shape[0], 1, group * t, -1)
-    if free is None:
-        return attend(rows, k, v, scale=scale, bias=bias)[0].reshape(b, h, t, d)
-    start, stop = free
-    chunks = (stop - start) // CHUNK
-    size = (stop - start) // chunks
-    end = start + chunks * size  # what is left of the run, fewer cells than there are chunks, joins those behind it
-    chunked = (x[0, :, start:end].unflatten(1, (chunks, size)).transpose(0, 1) for x in (k, v))  # views [N,G,.,D]
-    parts = [attend(rows.expand(chunks, -1, -1, -1), *chunked, scale=scale)]
-    if start:
-        before = None if bias is None else bias[..., :start]
-        parts.append(attend(rows, k[:, :, :start], v[:, :, :start], scale=scale, bias=before))
-    if end < k.shape[2]:
-        behind = None if bias is None else F.pad(bias[..., start:], (stop - end, 0))
-        parts.append(attend(rows, k[:, :, end:], v[:, :, end:], scale=scale, bias=behind))
-    weights = torch.cat([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
-    merged = (torch.cat([out for out, _ in parts]) * weights).sum(0)
-    return merged.to(q.dtype).reshape(b, h, t, d)
+    rows = q.reshape(b, k.shape[1], h // k.shape[1] * t, d)
+    if reading.parts == 1:
+        return attend(rows, k, v, scale=scale, bias=reading.bias)[0].reshape(b, h, t, d)
+    cut = (x[0].unfold(1, reading.size, reading.step).permute(1, 0, 3, 2) for x in (k, v))  # views [N,G,C,D]
+    out, lse = attend(rows.expand(reading.parts, -1, -1, -1), *cut, scale=scale, bias=reading.bias)
+    return (out * lse.softmax(0).unsqueeze(-1)).sum(0).to(q.dtype).reshape(b, h, t, d)
+
+
+def _parts(q: Tensor, cells: int, kv_heads: int) -> int:
+    """N: on the CPU the fewest that share out evenly, KV heads times parts over threads, if there are cells enough."""
+    if q.device.type != "cpu" or q.shape[0] > 1:
+        return 1
+    threads = torch.get_num_threads()
+    return max(1, min(threads // gcd(threads, kv_heads), cells // FEWEST))

@@ -10,7 +10,7 @@ Shapes: B batch, T new raw tokens, P slots written in a forward, C ring cells, G
 import torch
 from torch import Tensor
 
-from masw_lightning.attention.cached import MASKED, attend_cached, worth_splitting
+from masw_lightning.attention.cached import Reading, attend_cached, plan_reading
 from masw_lightning.cache.base import KVCache, KVShape, rows_to_take_back
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout, Writer
@@ -35,8 +35,8 @@ class CompactCache(KVCache):
         self._highest = self.lengths.clone()  # most tokens ever read per row: bounds what the ring still holds
         self._used = 0
         self._cells = torch.empty(0)
-        self._bias: Tensor | None = None
-        self._free: tuple[int, int] | None = None
+        self._keep = torch.empty(0)
+        self._readings: dict[torch.device, Reading] = {}
 
     def rollback(self, tokens: int | list[int] | Tensor) -> None:
         """Forget the newest ``tokens`` (one number, or one per row) in O(1).
@@ -101,12 +101,7 @@ class CompactCache(KVCache):
         self._new, self._used = new, self.first_slot + max(after)
         slot_cells = torch.where(slots >= 0, self.first_slot + slots, self.spare)
         self._cells = torch.cat((self._raw_cell(positions), slot_cells), 1)
-        self._bias = self._visible(positions, slots)
-        # Old slots are seen by every row of the forward: a long run of them needs no mask.
-        self._free, seen = None, self._seen_by_all(before)
-        if worth_splitting(len(before), seen):
-            self._free = (self.first_slot, self.first_slot + seen)
-            self._bias = torch.cat((self._bias[..., : self._free[0]], self._bias[..., self._free[1] :]), -1)
+        self._keep, self._readings = self._visible(positions, slots), {}
         return positions, slots, completing
 
     def end(self) -> None:
@@ -117,10 +112,10 @@ class CompactCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store ``k, v [B,G,T+P,D]`` (raw rows, then slots) and attend with ``q [B,H,rows,D]``; ``-> [B,H,rows,D]``."""
         keys, values = self.buffers[layer]
-        if self._cells.device != keys.device or (self._bias is not None and self._bias.dtype != q.dtype):
-            self._cells = self._cells.to(keys.device)
-            assert self._bias is not None
-            self._bias = self._bias.to(keys.device, q.dtype)
+        if self._cells.device != q.device:
+            self._cells = self._cells.to(q.device)
+        if q.device not in self._readings:
+            self._readings[q.device] = plan_reading(self._keep, self._used, q, k.shape[1])
         if len(self.lengths) == 1:
             keys.index_copy_(2, self._cells[0], k)
             values.index_copy_(2, self._cells[0], v)
@@ -129,17 +124,7 @@ class CompactCache(KVCache):
             keys.scatter_(2, cells, k)
             values.scatter_(2, cells, v)
         used = keys[:, :, : self._used], values[:, :, : self._used]
-        return attend_cached(q, *used, self._bias, scale, self._free)
-
-    def _seen_by_all(self, before: list[int]) -> int:
-        """Slots ``0..`` that every row of a forward sees, raw or slot: those its first raw token sees."""
-        if self.layout.ratio is None:
-            return 0
-        first = self.layout.first_reader(0)
-        return min(
-            max(0, (n - first) // self.layout.ratio + 1 if n >= first else 0) if m else 0
-            for n, m in zip(self.lengths.tolist(), before, strict=True)
-        )
+        return attend_cached(q, *used, self._readings[q.device], scale)
 
     def _ring_cell(self, position: Tensor) -> Tensor:
         return self.layout.sink + (position - self.layout.sink) % max(1, self.ring)
@@ -148,7 +133,7 @@ class CompactCache(KVCache):
         return torch.where(position < self.layout.sink, position, self._ring_cell(position))
 
     def _visible(self, positions: Tensor, slots: Tensor) -> Tensor:
-        """Additive mask ``[B,1,rows,cells]`` from the counters alone (float32; cast once per forward)."""
+        """Which cells each row sees, bool ``[B,rows,cells]``, from the counters alone."""
         layout, last = self.layout, self.lengths[:, None] + self._new - 1
         cell = torch.arange(self.first_slot)
         # position held by a ring cell: the newest one that maps to it
@@ -166,4 +151,4 @@ class CompactCache(KVCache):
             q = slots[:, :, None]
             rows = torch.cat((valid & layout.slot_sees_raw(q, held[:, None]), layout.slot_sees_slot(q, number)), -1)
             keep = torch.cat((keep, rows), 1)
-        return torch.zeros(keep.shape).masked_fill_(~keep, MASKED)[:, None]
+        return keep

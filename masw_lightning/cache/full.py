@@ -7,13 +7,11 @@ Shapes: B batch, T new tokens, S stored tokens, H heads, G KV heads, D head dim.
 import torch
 from torch import Tensor, nn
 
-from masw_lightning.attention.cached import MASKED, attend_cached, worth_splitting
+from masw_lightning.attention.cached import Reading, attend_cached, plan_reading
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
 from masw_lightning.cache.base import KVCache, KVShape, rows_to_take_back
 from masw_lightning.errors import UserError
 from masw_lightning.layout import MemoryLayout
-
-_Cells = tuple[int, Tensor | None, tuple[int, int] | None]
 
 
 class FullCache(KVCache):
@@ -26,7 +24,7 @@ class FullCache(KVCache):
     def __init__(self, shape: KVShape, batch: int, capacity: int) -> None:
         super().__init__(shape.buffers(batch, capacity), batch)
         self.shape, self.capacity = shape, capacity
-        self._biases: dict[tuple[int | None, torch.device], _Cells] = {}
+        self._readings: dict[tuple[int | None, torch.device], tuple[int, Reading]] = {}
         self._plans: dict[int, Plan] = {}
 
     def rollback(self, tokens: int | list[int] | Tensor) -> None:
@@ -39,7 +37,7 @@ class FullCache(KVCache):
         if top > self.capacity:
             raise UserError(f"the cache was allocated for {self.capacity} tokens and is asked to hold {top}.")
         self._new = new
-        self._biases, self._plans = {}, {}
+        self._readings, self._plans = {}, {}
         return self.lengths[:, None] + torch.arange(new)
 
     def attend(
@@ -53,9 +51,9 @@ class FullCache(KVCache):
             values[row, :, length : length + new] = v[row]
         if max(lengths) == 0 and new > 1:
             return self._prefill(q, k, v, scale, sliding_window)
-        start, bias, free = self._visible(sliding_window, q)
+        start, reading = self._reading(sliding_window, q, k.shape[1])
         stop = max(lengths) + new
-        return attend_cached(q, keys[:, :, start:stop], values[:, :, start:stop], bias, scale, free)
+        return attend_cached(q, keys[:, :, start:stop], values[:, :, start:stop], reading, scale)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None) -> Tensor:
         """From empty: causal attention is the no-slot memory of window ``n``, or of the layer's own window."""
@@ -67,23 +65,18 @@ class FullCache(KVCache):
         nothing = k[:, :, :0]
         return structured_attention(self._plans[window], q, k, v, nothing, nothing, scale)
 
-    def _visible(self, sliding_window: int | None, q: Tensor) -> _Cells:
-        """First cell worth reading, additive mask (``None``: all are visible), cells free of it (``attend_cached``)."""
+    def _reading(self, sliding_window: int | None, q: Tensor, kv_heads: int) -> tuple[int, Reading]:
+        """First cell worth reading and how to read from there on; the same for all layers of one window and device."""
         key = (sliding_window, q.device)
-        if key not in self._biases:
+        if key not in self._readings:
             low, high = int(self.lengths.min()), int(self.lengths.max())
             start = max(0, low + 1 - sliding_window) if sliding_window else 0
-            free = None
-            if not sliding_window and worth_splitting(len(self.lengths), low):
-                start, free = low, (0, low)  # every row sees the whole past; the mask is among the new tokens alone
             rows = self.lengths[:1] if low == high else self.lengths
             i = (rows[:, None] + torch.arange(self._new))[:, :, None]
             j = torch.arange(start, high + self._new)
             keep = j <= i
             if sliding_window:
                 keep &= i - j < sliding_window
-            bias = None
-            if not bool(keep.all()):
-                bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, MASKED)[:, None].to(q.device)
-            self._biases[key] = (0 if free else start, bias, free)
-        return self._biases[key]
+            visible = None if bool(keep.all()) else keep
+            self._readings[key] = start, plan_reading(visible, len(j), q, kv_heads)
+        return self._readings[key]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from masw_lightning.attention.cached import MASKED, attend_cached
+from masw_lightning.attention.cached import Reading, attend_cached, plan_reading
 from masw_lightning.attention.structured import Plan, make_plan, structured_attention
 from masw_lightning.cache.base import KVCache, KVShape, rows_to_take_back
 from masw_lightning.errors import UserError
@@ -106,7 +106,7 @@ class SnapKVCache(KVCache):
             shape = replace(shape, kv_heads=query_heads)
         super().__init__(shape.buffers(batch, self.kept + max_tokens - prompt_tokens), batch)
         self._keep: Tensor | None = None
-        self._bias: Tensor | None = None
+        self._readings: dict[torch.device, Reading] = {}
         self._plan: Plan | None = None
 
     def rollback(self, tokens: int | list[int] | Tensor) -> None:
@@ -130,7 +130,7 @@ class SnapKVCache(KVCache):
             raise UserError(f"the cache was made for prompts of {self.prompt_tokens} tokens and is given {new}.")
         if top + new > self.max_tokens:
             raise UserError(f"the cache was allocated for {self.max_tokens} tokens and is asked to hold {top + new}.")
-        self._new, self._keep, self._bias, self._plan = new, None, None, None
+        self._new, self._keep, self._readings, self._plan = new, None, {}, None
         if top and (new > 1 or len(self.lengths) > 1):
             last = self._cells(self.lengths)[:, None] + torch.arange(new)  # the newest cell each new row sees
             self._keep = torch.arange(int(last.max()) + 1) <= last[:, :, None]
@@ -152,7 +152,9 @@ class SnapKVCache(KVCache):
                 buffer[row, :, cell : cell + self._new] = x[row].repeat_interleave(group, 0)
         used = int(self._cells(self.lengths).max()) + self._new
         keys, values = (x[:, :, :used] for x in buffers)
-        return attend_cached(q, keys, values, self._mask(q), scale)
+        if q.device not in self._readings:
+            self._readings[q.device] = plan_reading(self._keep, used, q, keys.shape[1])
+        return attend_cached(q, keys, values, self._readings[q.device], scale)
 
     def _cells(self, lengths: Tensor) -> Tensor:
         """Cells in use by texts of ``lengths`` tokens, the prompt read."""
@@ -165,15 +167,6 @@ class SnapKVCache(KVCache):
             self._plan = make_plan(MemoryLayout(sink=0, window=n, ratio=None), "slot", n, q.dtype, q.device)
         nothing = k[:, :, :0]
         return structured_attention(self._plan, q, k, v, nothing, nothing, scale)
-
-    def _mask(self, q: Tensor) -> Tensor | None:
-        """Additive mask ``[B,1,T,cells]`` of the announced forward, made once per device; ``None``: all visible."""
-        if self._keep is None:
-            return None
-        if self._bias is None or self._bias.device != q.device:
-            bias = torch.zeros(self._keep.shape, dtype=q.dtype).masked_fill_(~self._keep, MASKED)
-            self._bias = bias[:, None].to(q.device)
-        return self._bias
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from masw_lightning.attention import kernels
-from masw_lightning.attention.cached import MASKED, attend_cached
+from masw_lightning.attention import cached, kernels
+from masw_lightning.attention.cached import FEWEST, attend_cached, plan_reading
 from masw_lightning.attention.dense import dense_attention
 
 
@@ -32,18 +32,33 @@ def test_plain_equals_fused(case, scores, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("free", [2048, 2500, 4096])
-def test_long_free_runs_equal_one_softmax(start, free):
+@pytest.mark.parametrize("threads", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("cells", [60, 61, 97])
+@pytest.mark.parametrize("masked", [True, False])
+def test_cells_in_parts_equal_one_softmax(threads, cells, masked, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(cached, "FEWEST", 8)
     g = torch.Generator().manual_seed(1)
-    t, s = 4, start + free + 9
+    t = 4 if masked else 1
     q = torch.randn(1, 6, t, 8, generator=g)
-    k, v = (torch.randn(1, 2, s, 8, generator=g) for _ in "kv")
-    keep = torch.rand(t, s, generator=g) < 0.5
-    keep[:, start : start + free] = True
-    keep[0, :start] = keep[1, start + free :] = False  # a row may see nothing of a part
-    expected, _ = dense_attention(q, k, v, keep, 0.4)
-    masked = torch.cat((keep[:, :start], keep[:, start + free :]), 1)
-    bias = torch.zeros(1, 1, *masked.shape).masked_fill(~masked, MASKED)
-    out = attend_cached(q, k, v, bias, 0.4, (start, start + free))
-    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    k, v = (torch.randn(1, 2, cells, 8, generator=g) for _ in "kv")
+    keep = None
+    if masked:
+        keep = torch.rand(1, t, cells, generator=g) < 0.5
+        keep[:, :2, : cells // 2] = False  # a row may see nothing of a part
+        keep[:, 2, cells // 2 :] = False
+    reading = plan_reading(keep, cells, q, 2)
+    assert reading.parts == min({1: 1, 2: 1, 3: 3, 7: 7, 16: 8}[threads], cells // 8)
+    expected, _ = dense_attention(q, k, v, keep if keep is None else keep[0], 0.4)
+    torch.testing.assert_close(attend_cached(q, k, v, reading, 0.4), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_batches_and_short_runs_are_read_whole():
+    q = torch.randn(2, 6, 3, 8)
+    k, v = torch.randn(2, 2, 2, 9000, 8).unbind()
+    keep = torch.rand(2, 3, 9000) < 0.5
+    reading = plan_reading(keep, 9000, q, 2)
+    assert reading.parts == 1
+    expected = torch.cat([dense_attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], keep[i], 0.4)[0] for i in (0, 1)])
+    torch.testing.assert_close(attend_cached(q, k, v, reading, 0.4), expected, atol=1e-6, rtol=1e-5)
+    assert plan_reading(None, FEWEST - 1, q[:1], 2).parts == 1

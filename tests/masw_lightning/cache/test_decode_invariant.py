@@ -78,9 +78,10 @@ def test_full_cache(build_model, family):
 
 
 @pytest.mark.parametrize("writer", ["slot", "token", None])
-def test_long_runs_of_cells_in_chunks(build_model, writer, monkeypatch):
-    """The same invariant where old cells are read in chunks (of 4 here; 1024 otherwise)."""
-    monkeypatch.setattr(cached, "CHUNK", 4)
+def test_cells_read_in_parts(build_model, writer, monkeypatch):
+    """The same invariant where cells are read in parts (of 4 and more here; 1024 otherwise)."""
+    monkeypatch.setattr(cached, "FEWEST", 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     model = build_model()
     if writer is None:
         assert random_walk(FullRunner(model, 1, 150), model, None, 61, 1, 33, 12, seed=5) < 2e-4
@@ -89,7 +90,8 @@ def test_long_runs_of_cells_in_chunks(build_model, writer, monkeypatch):
         draft = attach_memory(model, MemoryLayout(2, 5, 3, visibility=visibility), writer=writer, init="random")
         runner = MemoryRunner(draft, None, batch=1, max_tokens=190)
         assert random_walk(runner, draft, draft.layout, 61, 1, 90, 12, seed=6) < 2e-4
-        assert runner.cache._free is not None
+        (reading,) = runner.cache._readings.values()
+        assert reading.parts == 7
 
 
 def test_rollback_across_a_slot_boundary_twice_in_a_row(build_model):
