@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(".cache/quickstart")
 RUNS = Path("runs/quickstart")
 CONFIGS = Path("configs/quickstart")
-WRITERS = ("slot", "token")
+WRITERS = {"slot": "slot_repeat", "token": "token"}  # and their parts in configs/adapter/
 NEEDED_MB = 2000
 
 
@@ -128,7 +128,8 @@ def stages() -> list[Stage]:
 
 def fit(name: str, title: str, writer: str, after: tuple[Path, ...]) -> Stage:
     """A training stage of one writer: `<name>.yaml`, with another adapter part and other folders."""
-    config, adapter, folder = CONFIGS / f"{name}.yaml", Path("configs/adapter") / f"{writer}.yaml", RUNS / name / writer
+    config, folder = CONFIGS / f"{name}.yaml", RUNS / name / writer
+    adapter = Path(f"configs/adapter/{WRITERS[writer]}.yaml")
     command = ["-m", "masw_lightning", "fit", "--config", str(config), "--model.init_args.adapter", str(adapter)]
     if name == "sft":
         command += ["--model.init_args.init_from", str(RUNS / "pretrain" / writer / "adapter")]
