@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from masw_lightning.attention import cached, kernels
-from masw_lightning.attention.cached import FEWEST, attend_cached, plan_reading
+from masw_lightning.attention import cached, kernels, plain
+from masw_lightning.attention.cached import FEWEST, MASKED, Reading, attend_cached, free_cells, plan_reading
 from masw_lightning.attention.dense import dense_attention
 
 
 @pytest.mark.parametrize("case", ["causal", "bias", "all"])
 @pytest.mark.parametrize("scores", [1, 500, 1 << 27])
 def test_plain_equals_fused(case, scores, monkeypatch):
-    monkeypatch.setattr(kernels, "SCORES", scores)
+    monkeypatch.setattr(plain, "SCORES", scores)
     g = torch.Generator().manual_seed(0)
     t, s = 13, 13 if case == "causal" else 17
     q = torch.randn(2, 6, t, 8, generator=g, dtype=torch.float64)
@@ -21,14 +21,14 @@ def test_plain_equals_fused(case, scores, monkeypatch):
     bias = torch.zeros(t, s, dtype=torch.float64).masked_fill(~keep, float("-inf")) if case == "bias" else None
     settings = {"scale": 0.3, "causal": case == "causal", "bias": bias}
     out, lse = kernels.attend(q, k, v, **settings)
-    plain_out, plain_lse = kernels.plain_attend(q, k, v, **settings)
+    plain_out, plain_lse = plain.plain_attend(q, k, v, **settings)
     torch.testing.assert_close(plain_out, out, atol=1e-12, rtol=0)
     torch.testing.assert_close(plain_lse, lse, atol=1e-12, rtol=0)
     grad = torch.randn(out.shape, generator=g, dtype=torch.float64)
     # a part of a joint softmax: its share of the weight is below one
     joint = (grad, q, k, v, out * 0.7, lse + 0.5)
-    fused, plain = kernels.attend_backward(*joint, **settings), kernels.plain_attend_backward(*joint, **settings)
-    for a, b in zip(plain, fused, strict=True):
+    fused = kernels.attend_backward(*joint, **settings)
+    for a, b in zip(plain.plain_attend_backward(*joint, **settings), fused, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
 
 
@@ -62,3 +62,21 @@ def test_batches_and_short_runs_are_read_whole():
     expected = torch.cat([dense_attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], keep[i], 0.4)[0] for i in (0, 1)])
     torch.testing.assert_close(attend_cached(q, k, v, reading, 0.4), expected, atol=1e-6, rtol=1e-5)
     assert plan_reading(None, FEWEST - 1, q[:1], 2).parts == 1
+
+
+def test_free_cells_read_apart_equal_one_softmax(monkeypatch):
+    """How other devices than the CPU read: first cells that all rows see without a mask, then the rest."""
+    monkeypatch.setattr(cached, "FREE", 20)
+    g = torch.Generator().manual_seed(2)
+    q = torch.randn(2, 6, 3, 8, generator=g)
+    k, v = (torch.randn(2, 2, 40, 8, generator=g) for _ in "kv")
+    keep = torch.rand(2, 3, 40, generator=g) < 0.5
+    keep[:, :, :25] = True
+    keep[1, 2, 25:] = False  # a row may see nothing of the rest
+    keep[0, 0, 25] = False
+    assert free_cells(keep) == 25
+    assert free_cells(keep[..., :25]) == free_cells(keep[..., 6:]) == 0  # all of them, or too few
+    bias = torch.zeros(2, 3, 15).masked_fill(~keep[..., 25:], MASKED).repeat(1, 3, 1)[:, None]
+    expected = torch.cat([dense_attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], keep[i], 0.4)[0] for i in (0, 1)])
+    out = attend_cached(q, k, v, Reading(1, 15, 15, bias, free=25), 0.4)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
