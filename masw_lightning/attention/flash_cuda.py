@@ -43,7 +43,7 @@ def flash_attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``kernels.attend_backward`` where ``takes`` says yes: ``out`` and ``lse`` may be those of a joint softmax."""
-    seed, offset = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, ()))  # of dropout: not read
+    seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, ()))  # of dropout: not read
     rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out))
     lengths = q.shape[2], k.shape[2]
     # The kernel walks the LSE as one block of memory, whatever its strides say.
@@ -64,7 +64,7 @@ def trusted(device: torch.device, dtype: torch.dtype) -> bool:
             wanted = (*expected, *plain_attend_backward(*joint, scale=0.125, causal=causal))
             for a, b in zip(found, wanted, strict=True):
                 torch.testing.assert_close(a.float(), b.float(), atol=5e-2, rtol=5e-2)
-    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, AssertionError) as error:
         why = str(error).strip().partition("\n")[0]
         warnings.warn(f"FlashAttention is not used on {device}, attention will be slow there: {why}", stacklevel=2)
         return False
