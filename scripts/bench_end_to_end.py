@@ -5,7 +5,8 @@
 
 Prompts are whole texts cut to each length; prefill is real and reported apart. Without --adapter the memories are
 untrained and their rows say so; the default model is the quickstart's. A model asked for more positions than it was
-made for gets its RoPE stretched.
+made for gets its RoPE stretched. In bfloat16 a text may differ from the autoregressive one at a near tie: the largest
+gap between the target's two best logits, where texts part, stands beside it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from benchkit.options import Bench, count, parser, run
 from benchkit.results import Column, Panel, Report, Row, series
 from benchkit.speculate import Shares
 from callbacks.methods import attach_checkpoint
+from callbacks.trial import first_difference
 from masw_lightning import (
     Decoded,
     FullKVDraft,
     MemoryDraft,
     MemorySlotDraft,
+    PrefilledTarget,
     SlidingWindowDraft,
     generate,
     prefill_target,
@@ -142,12 +145,14 @@ def body(bench: Bench) -> None:
         policies |= {name: MemorySlotDraft(memory) for name, memory in memories.items()}
         for prefix in chosen.prefixes:
             found: dict[str, list[Decoded]] = {}
+            margins: dict[str, list[float]] = {}
             for number, ids in enumerate(given, 1):
                 bench.say(f"{draft.name}, {dtype}, {prefix} tokens, prompt {number} of {len(given)}")
-                for name, decoded in decode_all(bench, target, ids[:, :prefix].to(bench.device), policies):
+                for name, decoded, margin in decode_all(bench, target, ids[:, :prefix].to(bench.device), policies):
                     found.setdefault(name, []).append(decoded)
+                    margins.setdefault(name, []).extend([] if margin is None else [margin])
             about: Row = {"model": draft.name, "target": target.name, "dtype": dtype, "prefix": prefix}
-            report.rows += rows_of(found, chosen.repeats, about)
+            report.rows += rows_of(found, margins, chosen.repeats, about)
             publish(report)
         for memory in memories.values():
             memory.detach()
@@ -177,21 +182,33 @@ def adapters(bench: Bench, draft: Loaded) -> dict[str, MemoryDraft]:
 
 def decode_all(
     bench: Bench, target: Loaded, ids: Tensor, policies: dict[str, DraftPolicy]
-) -> list[tuple[str, Decoded]]:
-    """Every method on one prompt, in turn, on one prefill of the target."""
+) -> list[tuple[str, Decoded, float | None]]:
+    """Every method on one prompt, in turn, on one prefill of the target; with the margin where a text differs."""
     chosen = bench.chosen
     k = chosen.draft_tokens
     prefix = prefill_target(target.model, ids, chosen.new_tokens, k)
-    found = []
+    found: list[tuple[str, Decoded, float | None]] = []
     methods: list[tuple[str, DraftPolicy | None]] = [(REFERENCE, None), *policies.items()]
     for _ in range(chosen.repeats):
         for name, policy in methods:
             decoded = generate(target.model, ids, policy, k, chosen.new_tokens, eos_token_id=[], prefix=prefix)
-            found.append((name, decoded))
+            text = found[0][1].tokens[0] if found else decoded.tokens[0]
+            where = first_difference(decoded.tokens[0], text)
+            found.append((name, decoded, None if where is None else margin_after(prefix, text[:where])))
     return found
 
 
-def rows_of(found: dict[str, list[Decoded]], repeats: int, about: Row) -> list[Row]:
+@torch.no_grad()
+def margin_after(prefix: PrefilledTarget, tokens: list[int]) -> float:
+    """Gap between the target's two best logits after the prompt and `tokens`, read in one forward on its cache."""
+    prefix.rewind()
+    logits = prefix.runner.last_logits(torch.tensor([tokens], device=prefix.input_ids.device))
+    prefix.rewind()
+    best = logits[0].float().topk(2).values
+    return float(best[0] - best[1])
+
+
+def rows_of(found: dict[str, list[Decoded]], margins: dict[str, list[float]], repeats: int, about: Row) -> list[Row]:
     """Medians over prompts and repeats."""
     rows, plain = [], found[REFERENCE]
     middle = statistics.median
@@ -201,13 +218,15 @@ def rows_of(found: dict[str, list[Decoded]], repeats: int, about: Row) -> list[R
         speed = middle(Shares.of(d).tokens_per_s for d in decodes)
         whole = middle(d.seconds["total"] for d in decodes)
         same = sum(d.tokens == p.tokens for d, p in zip(decodes, plain, strict=True))
+        apart = f", margin ≤ {max(margins[name]):.2g}" if margins[name] else ""
         rows.append(
             about
             | {"method": name, "emitted": middle(d.tokens_per_iteration for d in decodes), "tokens_per_s": speed}
             | {"speedup": speed / rate, "total_s": whole, "speedup_end_to_end": total / whole}
             | {"prefill_s": middle(d.first_token_seconds for d in decodes)}
             | {"kv_mib": middle(d.draft_kv_bytes for d in decodes) / 2**20}
-            | {"identical": f"{same // repeats} of {len(decodes) // repeats}", "decodes": len(decodes)}
+            | {"identical": f"{same // repeats} of {len(decodes) // repeats}{apart}", "decodes": len(decodes)}
+            | {"margins": margins[name]}
         )
     return rows
 

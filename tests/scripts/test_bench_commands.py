@@ -11,6 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from callbacks.trial import margin_after
+from masw_lightning import generate, prefill_target
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--dtype", "float32", "--repeats", "1", "--ratios", "4", "--sink", "16", "--window", "16"]
@@ -138,6 +142,16 @@ def test_real_text_becomes_prompts(script, tmp_path: Path) -> None:
     assert ["".join(map(chr, ids[0].tolist())) for ids in found] == ["abcde", "ijklm"]
     with pytest.raises(ValueError, match="give 1 prompts of 5"):
         bench.prompts(Letters(), ["abcdefg"], 5, 2)
+
+
+def test_margin_where_texts_part(script, build_model) -> None:
+    bench, model = script("bench_end_to_end"), build_model()
+    ids, more = torch.arange(20)[None], [3, 1, 4]
+    prefix = prefill_target(model, ids, 8)
+    text = generate(model, ids, None, 5, 8, eos_token_id=[], prefix=prefix).tokens
+    margin = bench.margin_after(prefix, more)
+    assert margin == pytest.approx(margin_after(model, ids, more), abs=1e-5)
+    assert generate(model, ids, None, 5, 8, eos_token_id=[], prefix=prefix).tokens == text  # the cache is as it was
 
 
 def test_where_a_method_passes_one(script) -> None:
