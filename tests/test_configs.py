@@ -94,6 +94,14 @@ def test_a_run_fits_on_a_page(path: Path) -> None:
     assert max(map(len, lines)) <= 140
 
 
+@pytest.mark.parametrize("folder", ["adapter", "memory"])
+def test_swapping_a_part_leaves_nothing_of_another(folder: str) -> None:
+    """A part given on the command line is laid over the run's: what it does not name would stay."""
+    keys = {path.name: set(yaml.safe_load(path.read_text())) for path in (CONFIGS / folder).glob("*.yaml")}
+    assert len(keys) > 1
+    assert len({frozenset(found) for found in keys.values()}) == 1, keys
+
+
 def test_the_papers_token_count() -> None:
     for size in ("3b", "8b"):
         trainer = content(Path(f"paper/pretrain_{size}.yaml"))["trainer"]

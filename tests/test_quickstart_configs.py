@@ -27,7 +27,7 @@ def test_one_part_makes_the_other_writer(
     slot, token = built(monkeypatch, tmp_path, name), built(monkeypatch, tmp_path, name, *other)
     assert isinstance(slot.model, kind)
     assert (slot.model.adapter.writer, token.model.adapter.writer) == ("slot", "token")
-    assert slot.model.adapter.slot_input == "repeat"
+    assert (slot.model.adapter.slot_input, token.model.adapter.slot_input) == ("repeat", "learned")
     first, second = dict(slot.model.hparams), dict(token.model.hparams)
     first.pop("adapter"), second.pop("adapter")
     assert first == second
