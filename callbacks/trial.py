@@ -188,6 +188,10 @@ def margin_after(model: PreTrainedModel, input_ids: Tensor, tokens: Sequence[int
     error; where it is larger, a different choice is a bug.
     """
     more = torch.tensor([list(tokens)], dtype=input_ids.dtype, device=input_ids.device)
-    logits = model(input_ids=torch.cat((input_ids, more), 1), use_cache=False, logits_to_keep=1).logits[0, -1]
+    return margin(model(input_ids=torch.cat((input_ids, more), 1), use_cache=False, logits_to_keep=1).logits[0, -1])
+
+
+def margin(logits: Tensor) -> float:
+    """Gap between the two best of logits `[V]`."""
     best = logits.float().topk(2).values
     return float(best[0] - best[1])

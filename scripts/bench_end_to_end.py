@@ -27,7 +27,7 @@ from benchkit.options import Bench, count, parser, run
 from benchkit.results import Column, Panel, Report, Row, series
 from benchkit.speculate import Shares
 from callbacks.methods import attach_checkpoint
-from callbacks.trial import first_difference
+from callbacks.trial import first_difference, margin
 from masw_lightning import (
     Decoded,
     FullKVDraft,
@@ -148,9 +148,9 @@ def body(bench: Bench) -> None:
             margins: dict[str, list[float]] = {}
             for number, ids in enumerate(given, 1):
                 bench.say(f"{draft.name}, {dtype}, {prefix} tokens, prompt {number} of {len(given)}")
-                for name, decoded, margin in decode_all(bench, target, ids[:, :prefix].to(bench.device), policies):
+                for name, decoded, gap in decode_all(bench, target, ids[:, :prefix].to(bench.device), policies):
                     found.setdefault(name, []).append(decoded)
-                    margins.setdefault(name, []).extend([] if margin is None else [margin])
+                    margins.setdefault(name, []).extend([] if gap is None else [gap])
             about: Row = {"model": draft.name, "target": target.name, "dtype": dtype, "prefix": prefix}
             report.rows += rows_of(found, margins, chosen.repeats, about)
             publish(report)
@@ -200,12 +200,11 @@ def decode_all(
 
 @torch.no_grad()
 def margin_after(prefix: PrefilledTarget, tokens: list[int]) -> float:
-    """Gap between the target's two best logits after the prompt and `tokens`, read in one forward on its cache."""
+    """As `callbacks.trial.margin_after`, by one forward on the prompt's cache instead of over the whole text."""
     prefix.rewind()
     logits = prefix.runner.last_logits(torch.tensor([tokens], device=prefix.input_ids.device))
     prefix.rewind()
-    best = logits[0].float().topk(2).values
-    return float(best[0] - best[1])
+    return margin(logits[0])
 
 
 def rows_of(found: dict[str, list[Decoded]], margins: dict[str, list[float]], repeats: int, about: Row) -> list[Row]:
